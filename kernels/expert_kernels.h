@@ -18,60 +18,67 @@ namespace expertmesh {
 enum class Activation : uint8_t {
   kSiluMul,  // silu(gate) * up; silu(x) = x / (1 + exp(-x))   (SwiGLU, arXiv:2002.05202)
   kGeluMul,  // gelu(gate) * up with the exact (erf) gelu
-  // GPT-OSS: gate = min(gate, limit), up = clamp(up, -limit, limit), gate * sigmoid(alpha * gate) * (up + 1)
+  // GPT-OSS: gate = min(gate, limit), up = clamp(up, -limit, limit), gate * sigmoid(alpha * gate) *
+  // (up + 1)
   kClampedSwiGlu,
 };
 
 // The experts of one layer on one rank.
 struct ExpertLayerShape {
   int32_t num_local_experts = 0;
-  int64_t hidden_size = 0;        // H >= 1
-  int64_t intermediate_size = 0;  // I >= 1
+  int64_t hidden_size = 0;               // H >= 1
+  int64_t intermediate_size = 0;         // I >= 1
   DType weight_dtype = DType::kInvalid;  // as packed: float32, float16 or bfloat16
   Activation activation = Activation::kSiluMul;
   float swiglu_alpha = 1.702f;  // kClampedSwiGlu alone
   float swiglu_limit = 7.0f;    // kClampedSwiGlu alone
 };
 
-// One expert's weights in host memory, row-major, dtype ExpertLayerShape::weight_dtype; pointers may be unaligned and
-// are not kept. Strides are in elements and let fused, transposed or interleaved checkpoint layouts be read in place:
-// element (row, col) of a matrix is at data[row * row_stride + col * col_stride].
+// One expert's weights in host memory, row-major, dtype ExpertLayerShape::weight_dtype; pointers
+// may be unaligned and are not kept. Strides are in elements and let fused, transposed or
+// interleaved checkpoint layouts be read in place: element (row, col) of a matrix is at data[row *
+// row_stride + col * col_stride].
 struct WeightMatrix {
   const void* data = nullptr;
   int64_t row_stride = 0;
   int64_t col_stride = 1;
 };
 struct ExpertWeights {
-  WeightMatrix gate;  // [I, H]
-  WeightMatrix up;    // [I, H]
-  WeightMatrix down;  // [H, I]
+  WeightMatrix gate;                 // [I, H]
+  WeightMatrix up;                   // [I, H]
+  WeightMatrix down;                 // [H, I]
   const float* gate_bias = nullptr;  // [I] or null
   const float* up_bias = nullptr;    // [I] or null
   const float* down_bias = nullptr;  // [H] or null
 };
 
 enum class ActivationFormat : uint8_t {
-  kContiguous,  // [num_rows, hidden_size], rows sorted by local expert, expert_offsets [num_local_experts + 1]
-  kBatched,     // [num_local_experts, max_rows_per_expert, hidden_size], expert_num_tokens [num_local_experts]
+  kContiguous,  // [num_rows, hidden_size], rows sorted by local expert, expert_offsets
+                // [num_local_experts + 1]
+  kBatched,     // [num_local_experts, max_rows_per_expert, hidden_size], expert_num_tokens
+                // [num_local_experts]
 };
 
 struct GroupedFfnParams {
   ActivationFormat format = ActivationFormat::kContiguous;
-  DType activation_dtype = DType::kInvalid;  // of `rows`, and what the intermediate rows are rounded to
-  const std::byte* rows = nullptr;           // device of the stream
+  DType activation_dtype =
+      DType::kInvalid;              // of `rows`, and what the intermediate rows are rounded to
+  const std::byte* rows = nullptr;  // device of the stream
   absl::Span<const int64_t> expert_offsets;  // host; kContiguous: ascending, first 0, last num_rows
   absl::Span<const int32_t> expert_num_tokens;  // host; kBatched: each in [0, max_rows_per_expert]
   int64_t max_rows_per_expert = 0;              // kBatched
-  // float32, shaped as `rows`. Rows of kBatched beyond expert_num_tokens are neither read nor written.
+  // float32, shaped as `rows`. Rows of kBatched beyond expert_num_tokens are neither read nor
+  // written.
   float* output = nullptr;
   StepArena* arena = nullptr;  // for the intermediate rows; the stream's device
 };
 
 // One rank's packed weights of one layer and the grouped FFN on rows that were permuted already:
 //   output[row] = down_e · act(gate_e · x, up_e · x)      for the expert e that the row belongs to
-// Products in the activation dtype's matrix instruction, sums and activation in float32, intermediate rows rounded once to
-// activation_dtype, output in float32 unrounded. The K order of each sum depends on the weight's shape and the
-// instruction set alone: a row's bytes never depend on how many rows there are or which rows stand beside it.
+// Products in the activation dtype's matrix instruction, sums and activation in float32,
+// intermediate rows rounded once to activation_dtype, output in float32 unrounded. The K order of
+// each sum depends on the weight's shape and the instruction set alone: a row's bytes never depend
+// on how many rows there are or which rows stand beside it.
 class ExpertKernels {
  public:
   struct Capabilities {
@@ -86,12 +93,13 @@ class ExpertKernels {
   // Bytes of packed weights on the device, all local experts together.
   virtual int64_t weight_bytes() const = 0;
 
-  // Packs one expert. Blocking; different experts may be loaded from different threads at once; every expert once,
-  // before the first GroupedFfn. INVALID_ARGUMENT for an index out of range or a null matrix.
+  // Packs one expert. Blocking; different experts may be loaded from different threads at once;
+  // every expert once, before the first GroupedFfn. INVALID_ARGUMENT for an index out of range or a
+  // null matrix.
   virtual absl::Status LoadExpert(int32_t local_expert_id, const ExpertWeights& weights) = 0;
 
-  // Enqueues the FFN. Local, not collective. One call at a time per rank. INVALID_ARGUMENT when dtype, format or
-  // offsets do not fit; RESOURCE_EXHAUSTED from the arena. Zero rows are fine.
+  // Enqueues the FFN. Local, not collective. One call at a time per rank. INVALID_ARGUMENT when
+  // dtype, format or offsets do not fit; RESOURCE_EXHAUSTED from the arena. Zero rows are fine.
   virtual absl::Status GroupedFfn(const GroupedFfnParams& params, Stream& stream) = 0;
 };
 

@@ -11,8 +11,8 @@
 
 namespace expertmesh {
 
-// `num_rows` consecutive rows somewhere in memory. A shard of tokens is a list of spans over request buffers; a row's
-// index counts through the list. Rows may be unaligned.
+// `num_rows` consecutive rows somewhere in memory. A shard of tokens is a list of spans over
+// request buffers; a row's index counts through the list. Rows may be unaligned.
 struct RowSpan {
   const std::byte* data = nullptr;
   int64_t num_rows = 0;
@@ -26,27 +26,31 @@ struct GatherRowsParams {
   // host, [n] or empty. With weights the output row is round(x * round_dtype(w)) in `dtype`
   // (apply_router_weight_on_input, DESIGN section 4).
   absl::Span<const float> weights;
-  // [n] or empty: output row i goes to row destination_indices[i] instead of row i (batched format).
+  // [n] or empty: output row i goes to row destination_indices[i] instead of row i (batched
+  // format).
   absl::Span<const int64_t> destination_indices;
-  std::byte* output = nullptr;  // [n, hidden_size] (or wide enough for the destinations), stream's device
+  std::byte* output =
+      nullptr;  // [n, hidden_size] (or wide enough for the destinations), stream's device
 };
 
 struct SumRowsParams {
   const std::byte* rows = nullptr;  // stream's device, [*, hidden_size]
   DType rows_dtype = DType::kInvalid;
   int64_t hidden_size = 0;
-  // Host, CSR: output row t sums the entries [offsets[t], offsets[t + 1]) in that order, in float32 starting from 0:
+  // Host, CSR: output row t sums the entries [offsets[t], offsets[t + 1]) in that order, in float32
+  // starting from 0:
   //   output[t] = round_output_dtype( sum_j weights[j] * rows[row_indices[j]] )
   absl::Span<const int64_t> offsets;      // [n + 1]
   absl::Span<const int64_t> row_indices;  // [offsets[n]]
-  absl::Span<const float> weights;        // [offsets[n]], or empty: plain sum, nothing is multiplied
-  std::byte* output = nullptr;            // [n, hidden_size]
+  absl::Span<const float> weights;  // [offsets[n]], or empty: plain sum, nothing is multiplied
+  std::byte* output = nullptr;      // [n, hidden_size]
   DType output_dtype = DType::kInvalid;
 };
 
-// The only code outside the FFN that touches the bytes of rows. Every operation is local and enqueued on `stream`; spans and
-// buffers must live until the stream has passed it. One call at a time per rank. INVALID_ARGUMENT for dtypes that are
-// not activation dtypes. A row's bytes never depend on its neighbours.
+// The only code outside the FFN that touches the bytes of rows. Every operation is local and
+// enqueued on `stream`; spans and buffers must live until the stream has passed it. One call at a
+// time per rank. INVALID_ARGUMENT for dtypes that are not activation dtypes. A row's bytes never
+// depend on its neighbours.
 class RowOps {
  public:
   virtual ~RowOps() = default;

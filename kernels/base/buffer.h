@@ -22,7 +22,8 @@ struct Device {
 
 class Allocator;
 
-// Owns bytes at one device and gives them back to its allocator, which must outlive it. Move-only; not thread safe.
+// Owns bytes at one device and gives them back to its allocator, which must outlive it. Move-only;
+// not thread safe.
 class Buffer {
  public:
   Buffer() = default;

@@ -20,7 +20,8 @@ inline std::optional<int64_t> CheckedMul(int64_t a, int64_t b) {
   return result;
 }
 
-// Product of all factors; also nullopt when one of them is negative (a size never is). The product of none is 1.
+// Product of all factors; also nullopt when one of them is negative (a size never is). The product
+// of none is 1.
 inline std::optional<int64_t> CheckedSizeProduct(std::initializer_list<int64_t> factors) {
   int64_t product = 1;
   for (const int64_t factor : factors) {

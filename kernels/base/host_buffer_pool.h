@@ -9,14 +9,16 @@
 namespace expertmesh {
 
 struct HostBufferPoolOptions {
-  // Freed buffers kept for reuse, because the first touch of fresh pages costs more than the copy into them
-  // (DESIGN section 8, Memory). Beyond this they go back to the system.
+  // Freed buffers kept for reuse, because the first touch of fresh pages costs more than the copy
+  // into them (DESIGN section 8, Memory). Beyond this they go back to the system.
   int64_t max_cached_bytes = int64_t{1} << 30;
-  // Tests: fill every allocation with this byte, so that a row that was never written shows (0xff makes NaNs).
+  // Tests: fill every allocation with this byte, so that a row that was never written shows (0xff
+  // makes NaNs).
   int poison_byte = -1;
 };
 
-// Host memory in size classes (powers of two with four steps between, at least one page for large ones), reused.
+// Host memory in size classes (powers of two with four steps between, at least one page for large
+// ones), reused.
 class HostBufferPool : public Allocator {
  public:
   explicit HostBufferPool(const HostBufferPoolOptions& options = {});

@@ -10,13 +10,13 @@ namespace expertmesh {
 
 struct ParallelForOptions {
   int num_threads = 1;  // the caller included; at least 1
-  // How long an idle worker spins before it parks. 0 on machines with no spare core: a spinner holds the core that
-  // gRPC's poller or the client needs (DESIGN section 8, Wake-ups).
+  // How long an idle worker spins before it parks. 0 on machines with no spare core: a spinner
+  // holds the core that gRPC's poller or the client needs (DESIGN section 8, Wake-ups).
   int64_t spin_micros = 0;
 };
 
-// A fixed team of threads for one rank. Run is called by one thread at a time and must not be nested; tasks must not
-// block. Which thread runs a task must never influence a result.
+// A fixed team of threads for one rank. Run is called by one thread at a time and must not be
+// nested; tasks must not block. Which thread runs a task must never influence a result.
 class ParallelFor {
  public:
   explicit ParallelFor(const ParallelForOptions& options);
@@ -26,9 +26,10 @@ class ParallelFor {
 
   int num_threads() const;
 
-  // Calls task(i, worker) once for every i in [0, num_tasks), worker in [0, num_threads); returns when all are done.
-  // Tasks start in ascending order. `estimated_micros` is the work of all tasks on one thread: below
-  // kMinParallelMicros the caller runs everything, since waking a parked thread costs as much.
+  // Calls task(i, worker) once for every i in [0, num_tasks), worker in [0, num_threads); returns
+  // when all are done. Tasks start in ascending order. `estimated_micros` is the work of all tasks
+  // on one thread: below kMinParallelMicros the caller runs everything, since waking a parked
+  // thread costs as much.
   void Run(int64_t num_tasks, double estimated_micros,
            absl::FunctionRef<void(int64_t task, int worker)> task);
 

@@ -11,22 +11,24 @@
 
 namespace expertmesh {
 
-// All temporary memory of one step on one device: bump allocation, freed as a whole. Not thread safe: one step, one
-// issuing thread. Shared ownership (StepArenaPool) lets a response keep the bytes that it points at.
+// All temporary memory of one step on one device: bump allocation, freed as a whole. Not thread
+// safe: one step, one issuing thread. Shared ownership (StepArenaPool) lets a response keep the
+// bytes that it points at.
 class StepArena {
  public:
   explicit StepArena(Allocator* allocator);  // `allocator` must outlive the arena
 
-  // Aligned to Allocator::kAlignment, not initialized, valid until Reset. Zero bytes give a non-null pointer that
-  // must not be read. RESOURCE_EXHAUSTED or INVALID_ARGUMENT (negative) as Allocator::Allocate.
+  // Aligned to Allocator::kAlignment, not initialized, valid until Reset. Zero bytes give a
+  // non-null pointer that must not be read. RESOURCE_EXHAUSTED or INVALID_ARGUMENT (negative) as
+  // Allocator::Allocate.
   absl::StatusOr<std::byte*> Allocate(int64_t size_bytes);
 
   // The same, as `count` elements of T (trivially copyable). Overflow is INVALID_ARGUMENT.
   template <typename T>
   absl::StatusOr<absl::Span<T>> AllocateSpan(int64_t count);
 
-  // Forgets all allocations, keeps the memory; merges the chunks into one when there were several, so that a
-  // repeated step finds one large enough chunk.
+  // Forgets all allocations, keeps the memory; merges the chunks into one when there were several,
+  // so that a repeated step finds one large enough chunk.
   void Reset();
 
   Device device() const { return allocator_->device(); }

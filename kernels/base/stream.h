@@ -11,15 +11,17 @@
 
 namespace expertmesh {
 
-// A point in a stream's order, or a host-side completion, that other streams and the host can wait for. One-shot:
-// it goes from pending to done once, with OK or with an error. Thread safe; shared by reference count.
+// A point in a stream's order, or a host-side completion, that other streams and the host can wait
+// for. One-shot: it goes from pending to done once, with OK or with an error. Thread safe; shared
+// by reference count.
 class Event {
  public:
   Event();
   // First call wins; later calls are ignored.
   void Signal(absl::Status status = absl::OkStatus());
   bool done() const;
-  // Blocks. DEADLINE_EXCEEDED when it is still pending at `deadline`, else the status it was signalled with.
+  // Blocks. DEADLINE_EXCEEDED when it is still pending at `deadline`, else the status it was
+  // signalled with.
   absl::Status Wait(absl::Time deadline) const;
 
  private:
@@ -27,9 +29,10 @@ class Event {
   std::shared_ptr<State> state_;
 };
 
-// An ordered queue of work on one device. OK from an operation means enqueued, not done; an error of enqueued work is
-// kept, later work of the stream is dropped, and Wait reports the first error. Operations come from one thread at a
-// time. Memory that an enqueued operation names must live until a Wait or an Event after it has returned.
+// An ordered queue of work on one device. OK from an operation means enqueued, not done; an error
+// of enqueued work is kept, later work of the stream is dropped, and Wait reports the first error.
+// Operations come from one thread at a time. Memory that an enqueued operation names must live
+// until a Wait or an Event after it has returned.
 class Stream {
  public:
   virtual ~Stream() = default;
@@ -39,19 +42,23 @@ class Stream {
   virtual absl::Status Enqueue(absl::AnyInvocable<absl::Status()> work) = 0;
   // Copies between host and this device, or within it; ranges must not overlap.
   virtual absl::Status Copy(void* dst, const void* src, int64_t size_bytes) = 0;
-  // Everything enqueued later runs after `event` is done; an error of the event becomes the stream's error.
+  // Everything enqueued later runs after `event` is done; an error of the event becomes the
+  // stream's error.
   virtual absl::Status WaitFor(const Event& event) = 0;
-  // Signals `event` when everything enqueued before is done, with the stream's error if there is one.
+  // Signals `event` when everything enqueued before is done, with the stream's error if there is
+  // one.
   virtual absl::Status Record(const Event& event) = 0;
-  // Blocks until everything enqueued is done: its first error, or DEADLINE_EXCEEDED (the work goes on).
+  // Blocks until everything enqueued is done: its first error, or DEADLINE_EXCEEDED (the work goes
+  // on).
   virtual absl::Status Wait(absl::Time deadline) = 0;
   // Forgets an error after its step has been given up. Only when nothing is pending.
   virtual void ClearError() = 0;
 };
 
-// Host stream that runs work on the calling thread: at once when nothing pending stands before it. Work behind a
-// pending WaitFor event is kept and runs, in order, inside the next operation or Wait after the event is done; only Wait
-// blocks. So one thread can drive several ranks in turn, and a small step pays no hand-off.
+// Host stream that runs work on the calling thread: at once when nothing pending stands before it.
+// Work behind a pending WaitFor event is kept and runs, in order, inside the next operation or Wait
+// after the event is done; only Wait blocks. So one thread can drive several ranks in turn, and a
+// small step pays no hand-off.
 std::unique_ptr<Stream> NewInlineHostStream();
 
 // Host stream with one worker thread of its own; no operation but Wait blocks.

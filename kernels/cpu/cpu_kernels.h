@@ -21,11 +21,12 @@ enum class CpuIsa : uint8_t {
 std::vector<CpuIsa> SupportedCpuIsas();
 const char* CpuIsaName(CpuIsa isa);
 
-// `parallel_for` must outlive the result. RESOURCE_EXHAUSTED when the weights do not fit, INVALID_ARGUMENT for a
-// shape or dtype that is not supported, FAILED_PRECONDITION for an instruction set that this machine lacks.
+// `parallel_for` must outlive the result. RESOURCE_EXHAUSTED when the weights do not fit,
+// INVALID_ARGUMENT for a shape or dtype that is not supported, FAILED_PRECONDITION for an
+// instruction set that this machine lacks.
 absl::StatusOr<std::unique_ptr<ExpertKernels>> NewCpuExpertKernels(const ExpertLayerShape& shape,
-                                                                  CpuIsa isa,
-                                                                  ParallelFor* parallel_for);
+                                                                   CpuIsa isa,
+                                                                   ParallelFor* parallel_for);
 absl::StatusOr<std::unique_ptr<RowOps>> NewCpuRowOps(CpuIsa isa, ParallelFor* parallel_for);
 
 }  // namespace expertmesh

@@ -1,0 +1,73 @@
+#ifndef EXPERTMESH_SERVER_COMM_COMMUNICATOR_H_
+#define EXPERTMESH_SERVER_COMM_COMMUNICATOR_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "kernels/base/stream.h"
+
+namespace expertmesh {
+
+// Which operation of which step this is. All ranks must pass the same; a
+// mismatch fails the operation on every rank.
+struct CollectiveTag {
+  uint64_t incarnation = 0;
+  uint64_t epoch = 0;
+  uint64_t step = 0;
+  uint32_t operation = 0;  // counts the collectives within a step
+  friend bool operator==(const CollectiveTag &, const CollectiveTag &) = default;
+};
+
+struct AllToAllVParams {
+  CollectiveTag tag;
+  const std::byte *send = nullptr;          // blocks for rank 0, 1, …, ep_size - 1, without gaps
+  absl::Span<const int64_t> send_bytes;     // host, [ep_size]
+  std::byte *receive = nullptr;             // blocks from rank 0, 1, …, ep_size - 1, without gaps
+  absl::Span<const int64_t> receive_bytes;  // host, [ep_size]; must be what the peers send
+};
+
+struct AllGatherVParams {
+  CollectiveTag tag;
+  const std::byte *send = nullptr;          // receive_bytes[ep_rank] bytes
+  std::byte *receive = nullptr;             // blocks from rank 0, 1, …, ep_size - 1, without gaps
+  absl::Span<const int64_t> receive_bytes;  // host, [ep_size]
+};
+
+// Moves bytes among the ranks of one epoch; knows nothing of experts. One
+// object per rank and epoch.
+//
+// AllToAllV, AllGatherV and Barrier are collective: every rank calls them, in
+// the same order, with the same tag. They are enqueued on `stream` and return
+// at once; work that follows on the stream sees the received bytes. Memory that
+// params name must live until the stream has passed the operation or Abort has
+// returned. One thread at a time.
+//
+// After any failure the communicator is broken: pending and later operations
+// fail with the first error on every rank (UNAVAILABLE a peer is lost,
+// DATA_LOSS counts, tags or checksums do not match, ABORTED after Abort), and
+// only Abort and destruction are left. Zero bytes to or from a rank are fine.
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+  virtual int32_t ep_rank() const = 0;
+  virtual int32_t ep_size() const = 0;
+
+  virtual absl::Status AllToAllV(const AllToAllVParams &params, Stream &stream) = 0;
+  virtual absl::Status AllGatherV(const AllGatherVParams &params, Stream &stream) = 0;
+  virtual absl::Status Barrier(const CollectiveTag &tag, Stream &stream) = 0;
+
+  // Local, any thread, idempotent: ends pending operations on every rank with
+  // ABORTED and `reason`. When it has returned, the communicator touches no
+  // buffer any more.
+  virtual void Abort(const absl::Status &reason) = 0;
+
+  // Payload bytes sent to other ranks since construction, [ep_size]; own rank
+  // 0. For metrics and tests.
+  virtual absl::Span<const int64_t> bytes_sent() const = 0;
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_COMM_COMMUNICATOR_H_

@@ -1,0 +1,70 @@
+#ifndef EXPERTMESH_SERVER_MODEL_MODEL_SPEC_H_
+#define EXPERTMESH_SERVER_MODEL_MODEL_SPEC_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/base/dtype.h"
+#include "kernels/expert_kernels.h"
+
+namespace expertmesh {
+
+// How a model turns router logits into topk_ids and topk_weights; plain data,
+// read by routing/. All in float32.
+struct RouterSpec {
+  enum class Scores : uint8_t {
+    kSoftmax,          // scores = softmax(logits); the top-k of the scores
+    kSoftmaxOverTopK,  // top-k of the logits, then softmax over the chosen ones
+    kSigmoid,          // scores = sigmoid(logits)
+  };
+  enum class GroupScore : uint8_t {
+    kMax,         // a group is worth its best expert (DeepSeek-V2 group_limited_greedy)
+    kSumOfTopTwo  // a group is worth its two best, bias included (DeepSeek-V3
+                  // noaux_tc)
+  };
+  Scores scores = Scores::kSoftmax;
+  bool renormalize = false;          // weights /= their sum over the chosen experts
+  float renormalize_epsilon = 0.0f;  // added to (or, see routing/, a floor of) that sum
+  float routed_scaling_factor = 1.0f;
+  // Grouped top-k: only experts of the best `topk_groups` of `num_groups` equal
+  // groups can be chosen. 1: no groups.
+  int32_t num_groups = 1;
+  int32_t topk_groups = 1;
+  GroupScore group_score = GroupScore::kMax;
+  bool has_correction_bias = false;  // [num_experts]; chooses, does not weigh
+  int32_t num_zero_experts = 0;      // ids at and above num_experts compute nothing and give -1
+};
+
+struct LayerSpec {
+  int32_t index = 0;  // the checkpoint's own layer index
+  int32_t num_experts = 0;
+  int32_t topk = 0;
+  int64_t intermediate_size = 0;
+  RouterSpec router;
+  bool has_gate = false;  // the checkpoint holds the router's weights: the service can route
+  int64_t shared_intermediate_size = 0;  // 0: no shared experts
+  bool shared_gated = false;             // shared output scaled by sigmoid(shared_gate · x)
+};
+
+struct ModelSpec {
+  std::string name;          // as clients call it
+  std::string architecture;  // config.json "architectures"[0]
+  int64_t hidden_size = 0;
+  DType weight_dtype = DType::kInvalid;  // as packed: float32, float16, bfloat16
+  Activation activation = Activation::kSiluMul;
+  float swiglu_alpha = 1.702f;
+  float swiglu_limit = 7.0f;
+  bool apply_router_weight_on_input =
+      false;  // the model's own habit (Llama 4), for routing done by the service
+  std::vector<LayerSpec> layers;  // MoE layers, ascending index
+  std::string fingerprint;        // hex; of the routed experts' tensors (names,
+                                  // dtypes, shapes, bytes)
+
+  // Null when `layer_index` is no MoE layer.
+  const LayerSpec *FindLayer(int32_t layer_index) const;
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_MODEL_MODEL_SPEC_H_

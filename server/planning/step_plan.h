@@ -1,0 +1,125 @@
+#ifndef EXPERTMESH_SERVER_PLANNING_STEP_PLAN_H_
+#define EXPERTMESH_SERVER_PLANNING_STEP_PLAN_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/base/dtype.h"
+#include "server/model/placement.h"
+
+namespace expertmesh {
+
+enum class DispatchMode : uint8_t {
+  kAuto,
+  kPassthrough,
+  kAllToAll,
+  kAllGatherReduceScatter,
+  kDirect
+};
+enum class CombineMode : uint8_t {
+  kSum,        // each owner sums its experts' outputs of a token: one partial per
+               // (token, owner) goes back
+  kPerExpert,  // one row per (token, expert) goes back; bytes do not depend on
+               // placement or ep_size
+};
+
+const char *DispatchModeName(DispatchMode mode);
+const char *CombineModeName(CombineMode mode);
+
+// What all ranks must agree on for a step.
+struct StepHeader {
+  uint64_t incarnation = 0;
+  uint64_t epoch = 0;
+  uint64_t step = 0;
+  std::string model;
+  int32_t layer = 0;                            // the checkpoint's own index
+  DispatchMode strategy = DispatchMode::kAuto;  // never kAuto once planned
+  CombineMode combine = CombineMode::kSum;
+  DType activation_dtype = DType::kInvalid;  // of the rows that are dispatched
+  DType combine_dtype = DType::kInvalid;     // of the partials that come back
+  DType output_dtype = DType::kInvalid;
+  bool apply_router_weight_on_input = false;
+};
+
+// Routing of consecutive tokens of a step: one request, or a piece of one.
+// Dense host arrays; ids -1 or in [0, num_experts), checked before. Weights
+// beside -1 are never read.
+struct RoutingSegment {
+  const int32_t *topk_ids = nullptr;    // [num_tokens, topk]
+  const float *topk_weights = nullptr;  // [num_tokens, topk]
+  int64_t num_tokens = 0;
+  int32_t topk = 0;
+};
+
+// One rank's part of a step. Token indices are local to the rank's shard.
+//
+// The shard's tokens are sent once to each rank that owns one of their experts
+// (send_*), grouped by destination rank, ascending token within it. The rows
+// that arrive, grouped by source rank, come with the work to be done on them
+// (pair_*). What goes back lies in the order of the received rows: one partial
+// per row (kSum), or one row per distinct expert of each row in order of first
+// k (kPerExpert). return_* describe what comes home; sum_* how the source adds
+// it up.
+struct StepSlice {
+  StepHeader header;
+  int32_t ep_rank = 0;
+  int32_t ep_size = 0;
+
+  int64_t num_source_tokens = 0;
+  std::vector<int64_t> send_counts;  // [ep_size] rows
+  std::vector<int32_t> send_rows;    // [sum(send_counts)] token index in the shard
+
+  std::vector<int64_t> recv_counts;        // [ep_size] rows
+  std::vector<int64_t> pair_offsets;       // [num_received_rows + 1]
+  std::vector<int32_t> pair_local_expert;  // [num_pairs] ascending k within a row
+  std::vector<int32_t> pair_k;             // [num_pairs]
+  std::vector<float> pair_weights;         // [num_pairs]
+
+  std::vector<int64_t> return_send_counts;  // [ep_size] rows that go back to each source
+  std::vector<int64_t> return_recv_counts;  // [ep_size] rows that come home from each owner
+  std::vector<int64_t> sum_offsets;         // [num_source_tokens + 1]
+  // kSum: rows of the returned buffer, ascending owner rank. kPerExpert:
+  // ascending k; duplicates name a row twice.
+  std::vector<int64_t> sum_rows;   // [sum_offsets.back()]
+  std::vector<float> sum_weights;  // kPerExpert: [sum_offsets.back()] (1 when
+                                   // the weight went on the input); else empty
+
+  int64_t num_received_rows() const { return static_cast<int64_t>(pair_offsets.size()) - 1; }
+};
+
+// A step's tokens, in the order of the segments, are cut into one contiguous
+// shard per rank.
+struct StepPlan {
+  std::vector<int64_t> shard_offsets;      // [ep_size + 1] tokens
+  std::vector<StepSlice> slices;           // [ep_size]
+  std::vector<int64_t> tokens_per_expert;  // [num_experts] (token, k) pairs, for
+                                           // Stats and metrics
+};
+
+struct StepPlanParams {
+  StepHeader header;
+  absl::Span<const RoutingSegment> segments;
+  const Placement *placement = nullptr;
+  // [ep_size] or empty: tokens per source rank; empty means shards as equal as
+  // possible, the first ones larger.
+  absl::Span<const int64_t> shard_sizes;
+};
+
+// Pure; the same input gives the same plan. Resolves kAuto. INVALID_ARGUMENT
+// for ids outside [-1, num_experts), sizes that do not add up, or a strategy
+// that this placement does not allow.
+absl::StatusOr<StepPlan> PlanStep(const StepPlanParams &params);
+
+// How many of the first tokens of `segments` (from `first_token`, counted over
+// all segments) fit a step of at most `max_tokens` tokens and at most
+// `max_rank_pairs` (token, k) pairs on any one rank; at least 1 when a token is
+// left.
+int64_t CountTokensThatFit(absl::Span<const RoutingSegment> segments, const Placement &placement,
+                           int64_t first_token, int64_t max_tokens, int64_t max_rank_pairs);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_PLANNING_STEP_PLAN_H_
