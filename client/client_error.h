@@ -1,0 +1,31 @@
+#ifndef EXPERTMESH_CLIENT_CLIENT_ERROR_H_
+#define EXPERTMESH_CLIENT_CLIENT_ERROR_H_
+
+#include <grpcpp/support/status.h>
+
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+
+namespace expertmesh {
+
+// What the server said of an error, from the google.rpc details that it sent with the status.
+struct ServerErrorDetails {
+  std::string reason;  // ErrorInfo.reason; the list is in expert_service.proto
+  std::string field;   // INVALID_ARGUMENT: the field's path
+  std::string value;
+  std::string limit;
+  std::optional<absl::Duration> retry_after;
+};
+
+// The same code and message, with the details kept for GetServerErrorDetails.
+absl::Status FromGrpcStatus(const grpc::Status& status);
+
+// Nothing for a status that no ExpertMesh server made (a connection that failed, a proxy's answer).
+std::optional<ServerErrorDetails> GetServerErrorDetails(const absl::Status& status);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_CLIENT_CLIENT_ERROR_H_

@@ -1,0 +1,175 @@
+#include "client/expert_client.h"
+
+#include <grpcpp/create_channel.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/impl/codegen/proto_utils.h>
+#include <grpcpp/security/credentials.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <climits>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
+#include "client/client_error.h"
+#include "client/forward_wire.h"
+#include "client/retrying_call.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr char kService[] = "/expertmesh.v1.ExpertService/";
+
+grpc::ChannelArguments ChannelArgs(const ExpertClientOptions& options) {
+  const int max_bytes =
+      static_cast<int>(std::clamp<int64_t>(options.max_message_bytes, 1, INT_MAX));
+  grpc::ChannelArguments args;
+  args.SetMaxSendMessageSize(max_bytes);
+  args.SetMaxReceiveMessageSize(max_bytes);
+  args.SetInt("grpc.experimental.tcp_read_chunk_size", 1 << 20);
+  args.SetInt("grpc.experimental.tcp_min_read_chunk_size", 64 << 10);
+  // Retries are RetryingCall's, which follows the server's advice; gRPC's own would keep a second
+  // copy of each request.
+  args.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
+  args.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 30000);
+  args.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000);
+  return args;
+}
+
+}  // namespace
+
+void TuneGrpcBeforeFirstUse() { setenv("GRPC_EXPERIMENTS", "-tcp_read_chunks", /*overwrite=*/0); }
+
+// Shared with the running calls, so that the last one to end is the last to need it.
+struct ExpertClient::Connection {
+  std::shared_ptr<grpc::GenericStub> stub;
+  RetryPolicy retry;
+
+  absl::Mutex mutex;
+  int64_t num_running ABSL_GUARDED_BY(mutex) = 0;
+
+  void Begin() {
+    absl::MutexLock lock(&mutex);
+    ++num_running;
+  }
+  void End() {
+    absl::MutexLock lock(&mutex);
+    --num_running;
+  }
+  void WaitUntilIdle() {
+    absl::MutexLock lock(&mutex);
+    mutex.Await(absl::Condition(
+        +[](int64_t* running) { return *running == 0; }, &num_running));
+  }
+
+  // Blocking unary call in protobuf messages.
+  template <typename Request, typename Response>
+  absl::StatusOr<Response> Call(const char* method, const Request& request,
+                                const CallOptions& call) {
+    grpc::ByteBuffer bytes;
+    bool own_buffer = false;
+    if (const grpc::Status status =
+            grpc::SerializationTraits<Request>::Serialize(request, &bytes, &own_buffer);
+        !status.ok()) {
+      return FromGrpcStatus(status);
+    }
+    absl::StatusOr<grpc::ByteBuffer> answer = absl::UnknownError("no answer yet");
+    absl::Notification answered;
+    RetryingCall::Start(stub, absl::StrCat(kService, method), std::move(bytes), retry,
+                        absl::Now() + call.timeout, [&](absl::StatusOr<grpc::ByteBuffer> result) {
+                          answer = std::move(result);
+                          answered.Notify();
+                        });
+    answered.WaitForNotification();
+    if (!answer.ok()) return answer.status();
+    Response response;
+    if (const grpc::Status status =
+            grpc::SerializationTraits<Response>::Deserialize(&*answer, &response);
+        !status.ok()) {
+      return absl::DataLossError(absl::StrCat("malformed answer to ", method));
+    }
+    return response;
+  }
+};
+
+ExpertClient::ExpertClient(std::shared_ptr<Connection> connection)
+    : connection_(std::move(connection)) {}
+
+ExpertClient::~ExpertClient() { connection_->WaitUntilIdle(); }
+
+absl::StatusOr<std::unique_ptr<ExpertClient>> ExpertClient::Create(
+    const ExpertClientOptions& options) {
+  if (options.tls_certificate.empty() != options.tls_key.empty()) {
+    return absl::InvalidArgumentError("tls_certificate and tls_key: give both or none");
+  }
+  if (options.tls_ca.empty() && !options.tls_certificate.empty()) {
+    return absl::InvalidArgumentError(
+        "tls_certificate without tls_ca: the server would not be verified");
+  }
+  if (options.retry.max_attempts < 1) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "retry.max_attempts is ", options.retry.max_attempts, "; it must be at least 1"));
+  }
+  std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::InsecureChannelCredentials();
+  if (!options.tls_ca.empty()) {
+    grpc::SslCredentialsOptions tls;
+    tls.pem_root_certs = options.tls_ca;
+    tls.pem_private_key = options.tls_key;
+    tls.pem_cert_chain = options.tls_certificate;
+    credentials = grpc::SslCredentials(tls);
+  }
+  auto connection = std::make_shared<Connection>();
+  connection->stub = std::make_shared<grpc::GenericStub>(
+      grpc::CreateCustomChannel(options.target, credentials, ChannelArgs(options)));
+  connection->retry = options.retry;
+  return std::unique_ptr<ExpertClient>(new ExpertClient(std::move(connection)));
+}
+
+void ExpertClient::ForwardAsync(const ForwardInput& input, const CallOptions& call,
+                                ForwardDone done) {
+  absl::StatusOr<grpc::ByteBuffer> bytes = EncodeForwardRequest(input);
+  if (!bytes.ok()) return done(bytes.status());
+  connection_->Begin();
+  RetryingCall::Start(connection_->stub, absl::StrCat(kService, "Forward"), *std::move(bytes),
+                      connection_->retry, absl::Now() + call.timeout,
+                      [connection = connection_,
+                       done = std::move(done)](absl::StatusOr<grpc::ByteBuffer> answer) mutable {
+                        done(answer.ok() ? DecodeForwardResponse(*answer)
+                                         : absl::StatusOr<ForwardOutput>(answer.status()));
+                        connection->End();
+                      });
+}
+
+absl::StatusOr<ForwardOutput> ExpertClient::Forward(const ForwardInput& input,
+                                                    const CallOptions& call) {
+  absl::StatusOr<ForwardOutput> output = absl::UnknownError("no answer yet");
+  absl::Notification answered;
+  ForwardAsync(input, call, [&](absl::StatusOr<ForwardOutput> result) {
+    output = std::move(result);
+    answered.Notify();
+  });
+  answered.WaitForNotification();
+  return output;
+}
+
+absl::StatusOr<v1::GetModelResponse> ExpertClient::GetModel(const std::string& model,
+                                                            const CallOptions& call) {
+  v1::GetModelRequest request;
+  request.set_model(model);
+  return connection_->Call<v1::GetModelRequest, v1::GetModelResponse>("GetModel", request, call);
+}
+
+absl::StatusOr<v1::ListModelsResponse> ExpertClient::ListModels(const CallOptions& call) {
+  return connection_->Call<v1::ListModelsRequest, v1::ListModelsResponse>(
+      "ListModels", v1::ListModelsRequest(), call);
+}
+
+absl::StatusOr<v1::ExplainResponse> ExpertClient::Explain(const v1::ExplainRequest& request,
+                                                          const CallOptions& call) {
+  return connection_->Call<v1::ExplainRequest, v1::ExplainResponse>("Explain", request, call);
+}
+
+}  // namespace expertmesh

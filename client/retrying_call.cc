@@ -1,0 +1,90 @@
+#include "client/retrying_call.h"
+
+#include <grpcpp/alarm.h>
+#include <grpcpp/client_context.h>
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <utility>
+
+#include "client/client_error.h"
+
+namespace expertmesh {
+namespace {
+
+double RandomUnit() {
+  thread_local std::minstd_rand generator{std::random_device{}()};
+  return std::uniform_real_distribution<double>(0.0, 1.0)(generator);
+}
+
+struct Attempt {
+  grpc::ClientContext context;
+  grpc::ByteBuffer response;
+};
+
+struct Operation : std::enable_shared_from_this<Operation> {
+  std::shared_ptr<grpc::GenericStub> stub;
+  std::string method;
+  grpc::ByteBuffer request;
+  RetryPolicy policy;
+  absl::Time deadline;
+  RetryingCall::Done done;
+  int attempt = 0;
+  std::unique_ptr<Attempt> running;
+  grpc::Alarm alarm;
+
+  void StartAttempt() {
+    running = std::make_unique<Attempt>();
+    running->context.set_deadline(absl::ToChronoTime(deadline));
+    stub->UnaryCall(&running->context, method, grpc::StubOptions(), &request, &running->response,
+                    [self = shared_from_this()](grpc::Status status) { self->Finished(status); });
+  }
+
+  void Finished(const grpc::Status& grpc_status) {
+    if (grpc_status.ok()) return done(std::move(running->response));
+    const absl::Status status = FromGrpcStatus(grpc_status);
+    ++attempt;
+    const std::optional<absl::Duration> backoff =
+        BackoffBeforeRetry(policy, status, attempt, absl::Now(), deadline, RandomUnit());
+    if (!backoff.has_value()) return done(status);
+    alarm.Set(absl::ToChronoTime(absl::Now() + *backoff),
+              [self = shared_from_this()](bool) { self->StartAttempt(); });
+  }
+};
+
+}  // namespace
+
+std::optional<absl::Duration> BackoffBeforeRetry(const RetryPolicy& policy,
+                                                 const absl::Status& status, int attempt,
+                                                 absl::Time now, absl::Time deadline,
+                                                 double random) {
+  if (attempt >= policy.max_attempts) return std::nullopt;
+  std::optional<absl::Duration> advice;
+  if (const auto details = GetServerErrorDetails(status)) advice = details->retry_after;
+  const bool retryable =
+      absl::IsUnavailable(status) || (absl::IsResourceExhausted(status) && advice.has_value());
+  if (!retryable) return std::nullopt;
+  const absl::Duration full =
+      std::min(policy.max_backoff,
+               policy.initial_backoff * std::pow(policy.backoff_multiplier, attempt - 1));
+  const absl::Duration backoff =
+      std::max(full * (0.5 + 0.5 * random), advice.value_or(absl::ZeroDuration()));
+  if (now + backoff >= deadline) return std::nullopt;
+  return backoff;
+}
+
+void RetryingCall::Start(std::shared_ptr<grpc::GenericStub> stub, std::string method,
+                         grpc::ByteBuffer request, const RetryPolicy& policy, absl::Time deadline,
+                         Done done) {
+  auto operation = std::make_shared<Operation>();
+  operation->stub = std::move(stub);
+  operation->method = std::move(method);
+  operation->request = std::move(request);
+  operation->policy = policy;
+  operation->deadline = deadline;
+  operation->done = std::move(done);
+  operation->StartAttempt();
+}
+
+}  // namespace expertmesh
