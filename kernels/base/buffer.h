@@ -57,6 +57,9 @@ class Allocator {
   // size_bytes >= 0; 0 gives an empty buffer. The bytes are not initialized.
   // RESOURCE_EXHAUSTED when the memory is not to be had, INVALID_ARGUMENT for a negative size.
   virtual absl::StatusOr<Buffer> Allocate(int64_t size_bytes) = 0;
+  // Tells that the holder of a buffer starts to use [data, data + size_bytes) of it afresh, as if
+  // it had just been allocated: a poisoning allocator poisons the bytes again.
+  virtual void Reuse(std::byte* /*data*/, int64_t /*size_bytes*/) {}
 
  protected:
   friend class Buffer;

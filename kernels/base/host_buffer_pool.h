@@ -26,6 +26,7 @@ class HostBufferPool : public Allocator {
 
   Device device() const override { return Device{}; }
   absl::StatusOr<Buffer> Allocate(int64_t size_bytes) override;
+  void Reuse(std::byte* data, int64_t size_bytes) override;
 
   // Bytes in buffers that are out, and bytes kept for reuse.
   int64_t allocated_bytes() const;

@@ -17,6 +17,9 @@ namespace expertmesh {
 class StepArena {
  public:
   explicit StepArena(Allocator* allocator);  // `allocator` must outlive the arena
+  ~StepArena();
+  StepArena(const StepArena&) = delete;
+  StepArena& operator=(const StepArena&) = delete;
 
   // Aligned to Allocator::kAlignment, not initialized, valid until Reset. Zero bytes give a
   // non-null pointer that must not be read. RESOURCE_EXHAUSTED or INVALID_ARGUMENT (negative) as
@@ -35,6 +38,8 @@ class StepArena {
   int64_t allocated_bytes() const { return allocated_bytes_; }
 
  private:
+  void ReleaseChunks();
+
   Allocator* allocator_;
   std::vector<Buffer> chunks_;
   int64_t chunk_used_bytes_ = 0;

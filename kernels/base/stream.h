@@ -20,6 +20,11 @@ class Event {
   // First call wins; later calls are ignored.
   void Signal(absl::Status status = absl::OkStatus());
   bool done() const;
+  // The status it was signalled with; OK while it is pending.
+  absl::Status status() const;
+  // Runs `callback` once the event is done: at once on this thread when it is done already, else on
+  // the thread that signals. It must not block.
+  void OnDone(absl::AnyInvocable<void()> callback) const;
   // Blocks. DEADLINE_EXCEEDED when it is still pending at `deadline`, else the status it was
   // signalled with.
   absl::Status Wait(absl::Time deadline) const;
@@ -35,6 +40,8 @@ class Event {
 // until a Wait or an Event after it has returned.
 class Stream {
  public:
+  // Finishes the operation that is running; drops what has not started and signals its recorded
+  // events CANCELLED.
   virtual ~Stream() = default;
   virtual Device device() const = 0;
 
