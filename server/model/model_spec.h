@@ -16,7 +16,11 @@ struct RouterSpec {
   enum class Scores : uint8_t {
     kSoftmax,          // scores = softmax(logits); the top-k of the scores
     kSoftmaxOverTopK,  // top-k of the logits, then softmax over the chosen ones
-    kSigmoid,          // scores = sigmoid(logits)
+    kSigmoid,          // scores = sigmoid(logits); the top-k of the scores
+    kSigmoidOfTopK,    // top-k of the logits, then sigmoid of each chosen one (Llama 4)
+    // Phi-3.5-MoE, topk == 2 alone: each choice weighs softmax over the logits that lie within
+    // 2 * sparse_mixer_jitter (relatively) of it, the second without the first.
+    kSparseMixer,
   };
   enum class GroupScore : uint8_t {
     kMax,         // a group is worth its best expert (DeepSeek-V2 group_limited_greedy)
@@ -24,16 +28,22 @@ struct RouterSpec {
                   // noaux_tc)
   };
   Scores scores = Scores::kSoftmax;
-  bool renormalize = false;          // weights /= their sum over the chosen experts
-  float renormalize_epsilon = 0.0f;  // added to (or, see routing/, a floor of) that sum
-  float routed_scaling_factor = 1.0f;
+  // Weights are divided by max(their sum over the chosen experts + epsilon, min).
+  bool renormalize = false;
+  float renormalize_epsilon = 0.0f;    // DeepSeek-V3: 1e-20
+  float renormalize_min = 0.0f;        // ERNIE-4.5: moe_norm_min
+  float routed_scaling_factor = 1.0f;  // multiplies the weights, last
   // Grouped top-k: only experts of the best `topk_groups` of `num_groups` equal
   // groups can be chosen. 1: no groups.
   int32_t num_groups = 1;
   int32_t topk_groups = 1;
   GroupScore group_score = GroupScore::kMax;
-  bool has_correction_bias = false;  // [num_experts]; chooses, does not weigh
-  int32_t num_zero_experts = 0;      // ids at and above num_experts compute nothing and give -1
+  // Experts outside the chosen groups compete with a score of 0 instead of being out (DeepSeek-V2):
+  // it matters where biased scores are negative.
+  bool masked_groups_score_zero = false;
+  float sparse_mixer_jitter = 0.01f;  // kSparseMixer: config.json "router_jitter_noise"
+  bool has_correction_bias = false;   // [num_experts]; chooses, does not weigh
+  int32_t num_zero_experts = 0;       // ids at and above num_experts compute nothing and give -1
 };
 
 struct LayerSpec {
