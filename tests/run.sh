@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Installs what is missing, builds everything and runs every test.
+# usage: tests/run.sh [--release|--asan|--tsan] [-R REGEX]
+#   --release   (default) also checks the formatting and the protos
+#   --asan      AddressSanitizer, LeakSanitizer and UBSan
+#   --tsan      ThreadSanitizer
+#   -R REGEX    only the ctest tests whose names match
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+preset=release
+filter=()
+while (($#)); do
+  case "$1" in
+    --release | --asan | --tsan) preset=${1#--} ;;
+    -R) filter=(-R "${2:?-R needs a regular expression}"); shift ;;
+    -h | --help) sed -n '2,7s/^# //p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    *) echo "run.sh: unknown argument '$1'" >&2; sed -n '2,7s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+  esac
+  shift
+done
+
+jobs=$(nproc)
+phase() {
+  local name=$1 start=$SECONDS
+  shift
+  echo "== $preset: $name"
+  "$@" || { echo "== $preset: $name FAILED after $((SECONDS - start)) s" >&2; exit 1; }
+  echo "== $preset: $name took $((SECONDS - start)) s"
+}
+
+check_format() {
+  git ls-files --cached --others --exclude-standard -z -- '*.h' '*.cc' '*.cu' '*.cuh' |
+    xargs -0 -r -n 16 -P "$jobs" clang-format-14 --dry-run -Werror
+}
+
+# buf lints a descriptor set, so that it needs neither a registry nor copies of google/rpc.
+check_protos() {
+  local image=build/expertmesh_protos.binpb
+  mkdir -p build &&
+    protoc -Iproto -I/usr/local/share/expertmesh/proto --include_imports --include_source_info \
+    -o "$image" $(cd proto && ls expertmesh/v1/*.proto) &&
+    buf lint "$image" --config proto/buf.yaml
+}
+
+phase install deploy/install_deps.sh --test
+if [[ $preset == release ]]; then
+  phase format check_format
+  phase protos check_protos
+fi
+phase configure cmake --preset "$preset" --log-level=WARNING
+phase build cmake --build --preset "$preset"
+phase test ctest --preset "$preset" --parallel 2 "${filter[@]}"
