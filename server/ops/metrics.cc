@@ -1,0 +1,160 @@
+#include "server/ops/metrics.h"
+
+#include <netdb.h>
+#include <prometheus/counter.h>
+#include <prometheus/exposer.h>
+#include <prometheus/gauge.h>
+#include <prometheus/histogram.h>
+#include <prometheus/registry.h>
+#include <prometheus/text_serializer.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <exception>
+#include <future>
+
+#include "absl/strings/str_cat.h"
+
+namespace expertmesh {
+
+void Counter::Increment(int64_t by) const {
+  if (impl_ != nullptr) {
+    static_cast<prometheus::Counter*>(impl_)->Increment(static_cast<double>(by));
+  }
+}
+
+double Counter::value() const {
+  return impl_ == nullptr ? 0 : static_cast<prometheus::Counter*>(impl_)->Value();
+}
+
+void Gauge::Set(double value) const {
+  if (impl_ != nullptr) static_cast<prometheus::Gauge*>(impl_)->Set(value);
+}
+
+void Gauge::Add(double delta) const {
+  if (impl_ != nullptr) static_cast<prometheus::Gauge*>(impl_)->Increment(delta);
+}
+
+double Gauge::value() const {
+  return impl_ == nullptr ? 0 : static_cast<prometheus::Gauge*>(impl_)->Value();
+}
+
+void Histogram::Observe(double value) const {
+  if (impl_ != nullptr) static_cast<prometheus::Histogram*>(impl_)->Observe(value);
+}
+
+struct MetricsRegistry::Impl {
+  std::shared_ptr<prometheus::Registry> registry = std::make_shared<prometheus::Registry>();
+};
+
+namespace {
+
+prometheus::Labels ToLabels(const MetricLabels& labels) {
+  return prometheus::Labels(labels.begin(), labels.end());
+}
+
+}  // namespace
+
+MetricsRegistry::MetricsRegistry() : impl_(std::make_unique<Impl>()) {}
+MetricsRegistry::~MetricsRegistry() = default;
+
+Counter MetricsRegistry::AddCounter(const std::string& name, const std::string& help,
+                                    const MetricLabels& labels) {
+  return Counter(&prometheus::BuildCounter()
+                      .Name(name)
+                      .Help(help)
+                      .Register(*impl_->registry)
+                      .Add(ToLabels(labels)));
+}
+
+Gauge MetricsRegistry::AddGauge(const std::string& name, const std::string& help,
+                                const MetricLabels& labels) {
+  return Gauge(&prometheus::BuildGauge()
+                    .Name(name)
+                    .Help(help)
+                    .Register(*impl_->registry)
+                    .Add(ToLabels(labels)));
+}
+
+Histogram MetricsRegistry::AddHistogram(const std::string& name, const std::string& help,
+                                        const MetricLabels& labels,
+                                        const std::vector<double>& upper_bounds) {
+  return Histogram(&prometheus::BuildHistogram()
+                        .Name(name)
+                        .Help(help)
+                        .Register(*impl_->registry)
+                        .Add(ToLabels(labels), upper_bounds));
+}
+
+std::string MetricsRegistry::Serialize() const {
+  return prometheus::TextSerializer().Serialize(impl_->registry->Collect());
+}
+
+std::vector<double> ExponentialBounds(double first, double factor, int count) {
+  std::vector<double> bounds;
+  for (double bound = first; count > 0; --count, bound *= factor) bounds.push_back(bound);
+  return bounds;
+}
+
+namespace {
+
+// Connects to a numeric "host:port" and hangs up.
+void Knock(const std::string& address, int port) {
+  std::string host = address.substr(0, address.rfind(':'));
+  if (host.size() > 2 && host.front() == '[') host = host.substr(1, host.size() - 2);
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICHOST;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) return;
+  const int fd = socket(found->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd >= 0) {
+    (void)connect(fd, found->ai_addr, found->ai_addrlen);
+    close(fd);
+  }
+  freeaddrinfo(found);
+}
+
+}  // namespace
+
+struct MetricsExposer::Impl {
+  std::unique_ptr<prometheus::Exposer> exposer;
+  std::string address;
+  int port = 0;
+};
+
+MetricsExposer::MetricsExposer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+// civetweb looks for its stop flag when somebody connects, else every two seconds.
+MetricsExposer::~MetricsExposer() {
+  std::future<void> stopped = std::async(std::launch::async, [this] { impl_->exposer.reset(); });
+  while (stopped.wait_for(std::chrono::milliseconds(10)) == std::future_status::timeout) {
+    Knock(impl_->address, impl_->port);
+  }
+}
+
+int MetricsExposer::port() const { return impl_->port; }
+
+absl::StatusOr<std::unique_ptr<MetricsExposer>> MetricsExposer::Start(
+    const MetricsRegistry* registry, const std::string& address) {
+  auto impl = std::make_unique<Impl>();
+  impl->address = address;
+  // civetweb reports everything by exceptions.
+  try {
+    impl->exposer = std::make_unique<prometheus::Exposer>(
+        std::vector<std::string>{"listening_ports", address, "num_threads", "2"});
+    const std::vector<int> ports = impl->exposer->GetListeningPorts();
+    if (ports.empty()) {
+      return absl::UnavailableError(absl::StrCat("metrics: cannot listen on ", address));
+    }
+    impl->port = ports.front();
+    impl->exposer->RegisterCollectable(registry->impl_->registry);
+  } catch (const std::exception& error) {
+    return absl::UnavailableError(absl::StrCat("metrics: cannot listen on ", address,
+                                               " (taken, or not an address of this machine)"));
+  }
+  return std::unique_ptr<MetricsExposer>(new MetricsExposer(std::move(impl)));
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,87 @@
+#include "server/ops/server_metrics.h"
+
+#include <string>
+#include <vector>
+
+namespace expertmesh {
+namespace {
+
+constexpr char kCallsName[] = "expertmesh_calls_total";
+constexpr char kCallsHelp[] = "Calls answered, by method and status code";
+constexpr const char* kStageNames[kNumStepStages] = {"queue",    "route",   "plan",
+                                                     "dispatch", "compute", "combine"};
+
+Counter CallsSeries(MetricsRegistry* registry, CallMethod method, absl::StatusCode code) {
+  return registry->AddCounter(
+      kCallsName, kCallsHelp,
+      {{"method", CallMethodName(method)}, {"code", absl::StatusCodeToString(code)}});
+}
+
+}  // namespace
+
+const char* CallMethodName(CallMethod method) {
+  static constexpr const char* kNames[kNumCallMethods] = {
+      "Forward", "ForwardStream", "GetModel", "ListModels", "Explain", "GetStatus", "Drain"};
+  return kNames[static_cast<int>(method)];
+}
+
+ServerMetrics::ServerMetrics(MetricsRegistry* registry) : registry_(registry) {
+  // 50 µs to 26 s for calls, 5 µs to 10 s for stages: a factor of 2 apart.
+  const std::vector<double> call_bounds = ExponentialBounds(50e-6, 2, 20);
+  const std::vector<double> stage_bounds = ExponentialBounds(5e-6, 2, 22);
+  const std::vector<double> count_bounds = ExponentialBounds(1, 2, 18);
+
+  for (int m = 0; m < kNumCallMethods; ++m) {
+    const CallMethod method = static_cast<CallMethod>(m);
+    const MetricLabels labels = {{"method", CallMethodName(method)}};
+    CallsSeries(registry, method, absl::StatusCode::kOk);
+    calls_in_flight[m] = registry->AddGauge(
+        "expertmesh_calls_in_flight", "Calls that arrived whole and are not answered yet", labels);
+    call_seconds[m] = registry->AddHistogram(
+        "expertmesh_call_seconds", "Time from a call's arrival to handing its answer to gRPC",
+        labels, call_bounds);
+  }
+  request_bytes = registry->AddCounter("expertmesh_request_bytes_total",
+                                       "Bytes of Forward requests, as they arrived", {});
+  response_bytes = registry->AddCounter("expertmesh_response_bytes_total",
+                                        "Bytes of Forward responses handed to gRPC", {});
+  request_tokens = registry->AddCounter("expertmesh_request_tokens_total",
+                                        "Tokens of Forward requests that passed validation", {});
+  tokens_in_flight = registry->AddGauge("expertmesh_tokens_in_flight",
+                                        "Tokens of Forward calls that are waiting or running", {});
+  bytes_in_flight =
+      registry->AddGauge("expertmesh_bytes_in_flight",
+                         "Payload bytes of Forward calls that are waiting or running", {});
+  ready = registry->AddGauge("expertmesh_ready", "1 while calls are served", {});
+
+  queued_requests = registry->AddGauge("expertmesh_queued_requests",
+                                       "Admitted requests of which no token is in a step yet", {});
+  queued_tokens =
+      registry->AddGauge("expertmesh_queued_tokens", "Admitted tokens that wait for a step", {});
+  queued_bytes = registry->AddGauge("expertmesh_queued_bytes",
+                                    "Payload bytes of admitted requests that are not done", {});
+  steps = registry->AddCounter("expertmesh_steps_total", "Steps that ended well", {});
+  failed_steps =
+      registry->AddCounter("expertmesh_failed_steps_total", "Steps that ended with an error", {});
+  replayed_steps = registry->AddCounter("expertmesh_replayed_steps_total",
+                                        "Steps that were run again after a rank was lost", {});
+  step_tokens =
+      registry->AddHistogram("expertmesh_step_tokens", "Tokens in a step", {}, count_bounds);
+  step_requests = registry->AddHistogram(
+      "expertmesh_step_requests", "Requests, or pieces of them, in a step", {}, count_bounds);
+  for (int s = 0; s < kNumStepStages; ++s) {
+    stage_seconds[s] = registry->AddHistogram(
+        "expertmesh_step_stage_seconds",
+        "Time of a step's stages; queue is the oldest request's wait, dispatch to combine are the "
+        "slowest rank's",
+        {{"stage", kStageNames[s]}}, stage_bounds);
+  }
+}
+
+void ServerMetrics::CountCall(CallMethod method, absl::StatusCode code, double seconds) const {
+  if (registry_ == nullptr) return;
+  CallsSeries(registry_, method, code).Increment();
+  call_seconds[static_cast<int>(method)].Observe(seconds);
+}
+
+}  // namespace expertmesh

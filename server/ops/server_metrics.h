@@ -1,0 +1,66 @@
+#ifndef EXPERTMESH_SERVER_OPS_SERVER_METRICS_H_
+#define EXPERTMESH_SERVER_OPS_SERVER_METRICS_H_
+
+#include <array>
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "server/ops/metrics.h"
+
+namespace expertmesh {
+
+enum class CallMethod : uint8_t {
+  kForward,
+  kForwardStream,
+  kGetModel,
+  kListModels,
+  kExplain,
+  kGetStatus,
+  kDrain,
+};
+inline constexpr int kNumCallMethods = static_cast<int>(CallMethod::kDrain) + 1;
+const char* CallMethodName(CallMethod method);
+
+enum class StepStage : uint8_t { kQueue, kRoute, kPlan, kDispatch, kCompute, kCombine };
+inline constexpr int kNumStepStages = static_cast<int>(StepStage::kCombine) + 1;
+
+// Every series of the control plane; the help texts in server_metrics.cc are their documentation.
+// Thread safe. A default-made one counts nothing.
+struct ServerMetrics {
+  ServerMetrics() = default;
+  explicit ServerMetrics(MetricsRegistry* registry);  // outlives this object
+
+  // rpc/: one answered call.
+  void CountCall(CallMethod method, absl::StatusCode code, double seconds) const;
+  void ObserveStage(StepStage stage, int64_t micros) const {
+    stage_seconds[static_cast<int>(stage)].Observe(static_cast<double>(micros) * 1e-6);
+  }
+
+  // rpc/
+  std::array<Gauge, kNumCallMethods> calls_in_flight;
+  std::array<Histogram, kNumCallMethods> call_seconds;
+  Counter request_bytes;
+  Counter response_bytes;
+  Counter request_tokens;
+  Gauge tokens_in_flight;
+  Gauge bytes_in_flight;
+  Gauge ready;
+
+  // control/
+  Gauge queued_requests;
+  Gauge queued_tokens;
+  Gauge queued_bytes;
+  Counter steps;
+  Counter failed_steps;
+  Counter replayed_steps;
+  Histogram step_tokens;
+  Histogram step_requests;
+  std::array<Histogram, kNumStepStages> stage_seconds;
+
+ private:
+  MetricsRegistry* registry_ = nullptr;
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_OPS_SERVER_METRICS_H_
