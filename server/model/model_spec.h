@@ -5,13 +5,14 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "kernels/base/dtype.h"
 #include "kernels/expert_kernels.h"
 
 namespace expertmesh {
 
-// How a model turns router logits into topk_ids and topk_weights; plain data,
-// read by routing/. All in float32.
+// How a model turns router logits into topk_ids and topk_weights; plain data, read by routing/. All
+// in float32.
 struct RouterSpec {
   enum class Scores : uint8_t {
     kSoftmax,          // scores = softmax(logits); the top-k of the scores
@@ -24,8 +25,7 @@ struct RouterSpec {
   };
   enum class GroupScore : uint8_t {
     kMax,         // a group is worth its best expert (DeepSeek-V2 group_limited_greedy)
-    kSumOfTopTwo  // a group is worth its two best, bias included (DeepSeek-V3
-                  // noaux_tc)
+    kSumOfTopTwo  // a group is worth its two best, bias included (DeepSeek-V3 noaux_tc)
   };
   Scores scores = Scores::kSoftmax;
   // Weights are divided by max(their sum over the chosen experts + epsilon, min).
@@ -33,8 +33,8 @@ struct RouterSpec {
   float renormalize_epsilon = 0.0f;    // DeepSeek-V3: 1e-20
   float renormalize_min = 0.0f;        // ERNIE-4.5: moe_norm_min
   float routed_scaling_factor = 1.0f;  // multiplies the weights, last
-  // Grouped top-k: only experts of the best `topk_groups` of `num_groups` equal
-  // groups can be chosen. 1: no groups.
+  // Grouped top-k: only experts of the best `topk_groups` of `num_groups` equal groups can be
+  // chosen. 1: no groups.
   int32_t num_groups = 1;
   int32_t topk_groups = 1;
   GroupScore group_score = GroupScore::kMax;
@@ -65,15 +65,27 @@ struct ModelSpec {
   Activation activation = Activation::kSiluMul;
   float swiglu_alpha = 1.702f;
   float swiglu_limit = 7.0f;
-  bool apply_router_weight_on_input =
-      false;  // the model's own habit (Llama 4), for routing done by the service
+  // The model's own habit (Llama 4), for routing done by the service.
+  bool apply_router_weight_on_input = false;
   std::vector<LayerSpec> layers;  // MoE layers, ascending index
-  std::string fingerprint;        // hex; of the routed experts' tensors (names,
-                                  // dtypes, shapes, bytes)
+  // Hex; of the routed experts' tensors (names, dtypes, shapes, bytes; see fingerprint.h).
+  std::string fingerprint;
 
   // Null when `layer_index` is no MoE layer.
-  const LayerSpec *FindLayer(int32_t layer_index) const;
+  const LayerSpec* FindLayer(int32_t layer_index) const;
 };
+
+// Limits of every size in a ModelSpec, so that products of a few of them fit int64_t. Beyond any
+// model known, far below what an attacker's config.json could make us allocate.
+inline constexpr int64_t kMaxHiddenSize = int64_t{1} << 20;
+inline constexpr int64_t kMaxIntermediateSize = int64_t{1} << 20;
+inline constexpr int32_t kMaxNumExperts = 65536;
+inline constexpr int32_t kMaxTopK = 1024;
+inline constexpr int32_t kMaxNumLayers = 65536;
+
+// INVALID_ARGUMENT naming the first member that is out of range, its value and the limit: sizes,
+// topk <= num_experts (+ num_zero_experts), groups, layers strictly ascending, dtype known.
+absl::Status ValidateModelSpec(const ModelSpec& model);
 
 }  // namespace expertmesh
 
