@@ -1,0 +1,169 @@
+#include "server/planning/slice_check.h"
+
+#include <limits>
+#include <optional>
+#include <string_view>
+
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "kernels/base/checked_math.h"
+
+namespace expertmesh {
+namespace {
+
+absl::Status Bad(std::string_view field, std::string_view what) {
+  return absl::InvalidArgumentError(absl::StrCat("slice.", field, ": ", what));
+}
+
+absl::Status CheckLength(std::string_view field, size_t length, int64_t expected) {
+  if (static_cast<int64_t>(length) == expected) return absl::OkStatus();
+  return Bad(field, absl::StrCat(length, " entries, must be ", expected));
+}
+
+// Counts per rank: [ep_size], none negative; their sum goes to `total`.
+absl::Status CheckCounts(std::string_view field, absl::Span<const int64_t> counts, int32_t ep_size,
+                         int64_t* total) {
+  if (absl::Status status = CheckLength(field, counts.size(), ep_size); !status.ok()) {
+    return status;
+  }
+  *total = 0;
+  for (const int64_t count : counts) {
+    const std::optional<int64_t> sum = CheckedAdd(*total, count);
+    if (count < 0 || !sum || *sum > std::numeric_limits<int32_t>::max()) {
+      return Bad(field, absl::StrCat("count ", count, " after ", *total, " others"));
+    }
+    *total = *sum;
+  }
+  return absl::OkStatus();
+}
+
+// Offsets of a CSR array: [num_rows + 1], from 0, ascending, up to num_entries.
+absl::Status CheckOffsets(std::string_view field, absl::Span<const int64_t> offsets,
+                          int64_t num_rows, int64_t num_entries) {
+  if (absl::Status status = CheckLength(field, offsets.size(), num_rows + 1); !status.ok()) {
+    return status;
+  }
+  if (offsets.front() != 0 || offsets.back() != num_entries) {
+    return Bad(field, absl::StrCat("runs from ", offsets.front(), " to ", offsets.back(),
+                                   ", must be 0 to ", num_entries));
+  }
+  for (size_t i = 1; i < offsets.size(); ++i) {
+    if (offsets[i] < offsets[i - 1]) return Bad(field, absl::StrCat("descends at ", i));
+  }
+  return absl::OkStatus();
+}
+
+template <typename T>
+absl::Status CheckIndices(std::string_view field, absl::Span<const T> indices, int64_t limit) {
+  for (size_t i = 0; i < indices.size(); ++i) {
+    if (indices[i] < 0 || indices[i] >= limit) {
+      return Bad(field,
+                 absl::StrCat("entry ", i, " is ", indices[i], ", outside [0, ", limit, ")"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckHeader(const StepSlice& slice, int32_t ep_rank, int32_t ep_size) {
+  if (slice.ep_size != ep_size) {
+    return Bad("ep_size", absl::StrCat(slice.ep_size, ", this group has ", ep_size));
+  }
+  if (slice.ep_rank != ep_rank) {
+    return Bad("ep_rank", absl::StrCat(slice.ep_rank, ", this rank is ", ep_rank));
+  }
+  const StepHeader& header = slice.header;
+  if (header.combine != CombineMode::kSum && header.combine != CombineMode::kPerExpert) {
+    return Bad("combine", absl::StrCat("unknown mode ", static_cast<int>(header.combine)));
+  }
+  if (!IsActivationDType(header.activation_dtype)) {
+    return Bad("activation_dtype", DTypeName(header.activation_dtype));
+  }
+  if (!IsActivationDType(header.combine_dtype)) {
+    return Bad("combine_dtype", DTypeName(header.combine_dtype));
+  }
+  if (!IsActivationDType(header.output_dtype)) {
+    return Bad("output_dtype", DTypeName(header.output_dtype));
+  }
+  if (slice.num_source_tokens < 0 ||
+      slice.num_source_tokens > std::numeric_limits<int32_t>::max()) {
+    return Bad("num_source_tokens", absl::StrCat(slice.num_source_tokens));
+  }
+  return absl::OkStatus();
+}
+
+// How many rows go back to each source must follow from the pairs.
+absl::Status CheckReturnCounts(const StepSlice& slice, int32_t num_local_experts) {
+  if (slice.header.combine == CombineMode::kSum) {
+    if (slice.return_send_counts != slice.recv_counts) {
+      return Bad("return_send_counts", "differ from recv_counts, with combine sum");
+    }
+    if (slice.return_recv_counts != slice.send_counts) {
+      return Bad("return_recv_counts", "differ from send_counts, with combine sum");
+    }
+    return absl::OkStatus();
+  }
+  const bool distinct = !slice.header.apply_router_weight_on_input;
+  std::vector<int64_t> last_row(num_local_experts, -1);
+  int64_t row = 0;
+  for (int32_t peer = 0; peer < slice.ep_size; ++peer) {
+    int64_t num_rows = 0;
+    for (const int64_t end = row + slice.recv_counts[peer]; row < end; ++row) {
+      for (int64_t pair = slice.pair_offsets[row]; pair < slice.pair_offsets[row + 1]; ++pair) {
+        int64_t& last = last_row[slice.pair_local_expert[pair]];
+        num_rows += !distinct || last != row;
+        last = row;
+      }
+    }
+    if (slice.return_send_counts[peer] != num_rows) {
+      return Bad("return_send_counts",
+                 absl::StrCat(slice.return_send_counts[peer], " rows for rank ", peer,
+                              ", its pairs give ", num_rows));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status CheckSlice(const StepSlice& slice, int32_t ep_rank, int32_t ep_size,
+                        int32_t num_local_experts) {
+  absl::Status status = CheckHeader(slice, ep_rank, ep_size);
+  int64_t num_sent = 0;
+  int64_t num_received = 0;
+  int64_t num_return_sent = 0;
+  int64_t num_return_received = 0;
+  status.Update(CheckCounts("send_counts", slice.send_counts, ep_size, &num_sent));
+  status.Update(CheckCounts("recv_counts", slice.recv_counts, ep_size, &num_received));
+  status.Update(
+      CheckCounts("return_send_counts", slice.return_send_counts, ep_size, &num_return_sent));
+  status.Update(
+      CheckCounts("return_recv_counts", slice.return_recv_counts, ep_size, &num_return_received));
+  if (!status.ok()) return status;
+  if (num_received > std::numeric_limits<int32_t>::max() - slice.num_source_tokens) {
+    return Bad("recv_counts", "more rows than an int32 index can name");
+  }
+  if (slice.send_counts[ep_rank] != slice.recv_counts[ep_rank] ||
+      slice.return_send_counts[ep_rank] != slice.return_recv_counts[ep_rank]) {
+    return Bad("send_counts", "what the rank sends itself is not what it receives from itself");
+  }
+
+  status.Update(CheckLength("send_rows", slice.send_rows.size(), num_sent));
+  status.Update(CheckIndices<int32_t>("send_rows", slice.send_rows, slice.num_source_tokens));
+
+  const int64_t num_pairs = static_cast<int64_t>(slice.pair_local_expert.size());
+  status.Update(CheckOffsets("pair_offsets", slice.pair_offsets, num_received, num_pairs));
+  status.Update(CheckLength("pair_k", slice.pair_k.size(), num_pairs));
+  status.Update(CheckLength("pair_weights", slice.pair_weights.size(), num_pairs));
+  status.Update(
+      CheckIndices<int32_t>("pair_local_expert", slice.pair_local_expert, num_local_experts));
+
+  const int64_t num_sums = static_cast<int64_t>(slice.sum_rows.size());
+  status.Update(CheckOffsets("sum_offsets", slice.sum_offsets, slice.num_source_tokens, num_sums));
+  status.Update(CheckIndices<int64_t>("sum_rows", slice.sum_rows, num_return_received));
+  status.Update(CheckLength("sum_weights", slice.sum_weights.size(),
+                            slice.header.combine == CombineMode::kPerExpert ? num_sums : 0));
+  if (!status.ok()) return status;
+  return CheckReturnCounts(slice, num_local_experts);
+}
+
+}  // namespace expertmesh
