@@ -2,7 +2,8 @@
 
 #include <limits>
 #include <optional>
-#include <string_view>
+#include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
@@ -11,17 +12,17 @@
 namespace expertmesh {
 namespace {
 
-absl::Status Bad(std::string_view field, std::string_view what) {
+absl::Status Bad(const char* field, const std::string& what) {
   return absl::InvalidArgumentError(absl::StrCat("slice.", field, ": ", what));
 }
 
-absl::Status CheckLength(std::string_view field, size_t length, int64_t expected) {
+absl::Status CheckLength(const char* field, size_t length, int64_t expected) {
   if (static_cast<int64_t>(length) == expected) return absl::OkStatus();
   return Bad(field, absl::StrCat(length, " entries, must be ", expected));
 }
 
 // Counts per rank: [ep_size], none negative; their sum goes to `total`.
-absl::Status CheckCounts(std::string_view field, absl::Span<const int64_t> counts, int32_t ep_size,
+absl::Status CheckCounts(const char* field, absl::Span<const int64_t> counts, int32_t ep_size,
                          int64_t* total) {
   if (absl::Status status = CheckLength(field, counts.size(), ep_size); !status.ok()) {
     return status;
@@ -38,8 +39,8 @@ absl::Status CheckCounts(std::string_view field, absl::Span<const int64_t> count
 }
 
 // Offsets of a CSR array: [num_rows + 1], from 0, ascending, up to num_entries.
-absl::Status CheckOffsets(std::string_view field, absl::Span<const int64_t> offsets,
-                          int64_t num_rows, int64_t num_entries) {
+absl::Status CheckOffsets(const char* field, absl::Span<const int64_t> offsets, int64_t num_rows,
+                          int64_t num_entries) {
   if (absl::Status status = CheckLength(field, offsets.size(), num_rows + 1); !status.ok()) {
     return status;
   }
@@ -54,7 +55,7 @@ absl::Status CheckOffsets(std::string_view field, absl::Span<const int64_t> offs
 }
 
 template <typename T>
-absl::Status CheckIndices(std::string_view field, absl::Span<const T> indices, int64_t limit) {
+absl::Status CheckIndices(const char* field, absl::Span<const T> indices, int64_t limit) {
   for (size_t i = 0; i < indices.size(); ++i) {
     if (indices[i] < 0 || indices[i] >= limit) {
       return Bad(field,
@@ -76,13 +77,13 @@ absl::Status CheckHeader(const StepSlice& slice, int32_t ep_rank, int32_t ep_siz
     return Bad("combine", absl::StrCat("unknown mode ", static_cast<int>(header.combine)));
   }
   if (!IsActivationDType(header.activation_dtype)) {
-    return Bad("activation_dtype", DTypeName(header.activation_dtype));
+    return Bad("activation_dtype", std::string(DTypeName(header.activation_dtype)));
   }
   if (!IsActivationDType(header.combine_dtype)) {
-    return Bad("combine_dtype", DTypeName(header.combine_dtype));
+    return Bad("combine_dtype", std::string(DTypeName(header.combine_dtype)));
   }
   if (!IsActivationDType(header.output_dtype)) {
-    return Bad("output_dtype", DTypeName(header.output_dtype));
+    return Bad("output_dtype", std::string(DTypeName(header.output_dtype)));
   }
   if (slice.num_source_tokens < 0 ||
       slice.num_source_tokens > std::numeric_limits<int32_t>::max()) {

@@ -1,0 +1,123 @@
+#include "server/planning/slice_check.h"
+
+#include <functional>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/server/planning/random_routing.h"
+
+namespace expertmesh {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int32_t kRank = 1;
+constexpr int32_t kRanks = 3;
+constexpr int32_t kExperts = 6;
+
+StepSlice GoodSlice(CombineMode combine) {
+  std::mt19937_64 random(7);
+  const RandomRouting routing = MakeRandomRouting(random, 30, 4, kExperts);
+  const RoutingSegment segment = routing.Segment(0, routing.num_tokens());
+  const Placement placement = *Placement::Contiguous(kExperts, kRanks);
+  StepPlanParams params;
+  params.header.combine = combine;
+  params.header.activation_dtype = DType::kBFloat16;
+  params.header.combine_dtype = DType::kBFloat16;
+  params.header.output_dtype = DType::kBFloat16;
+  params.segments = absl::MakeConstSpan(&segment, 1);
+  params.placement = &placement;
+  return PlanStep(params)->slices[kRank];
+}
+
+absl::Status Check(const StepSlice& slice) {
+  return CheckSlice(slice, kRank, kRanks, kExperts / kRanks);
+}
+
+TEST(SliceCheckTest, RefusesEachInconsistency) {
+  struct Case {
+    std::string field;
+    std::function<void(StepSlice&)> spoil;
+  };
+  const int64_t huge = std::numeric_limits<int64_t>::max();
+  const std::vector<Case> cases = {
+      {"ep_size", [](StepSlice& s) { s.ep_size = 4; }},
+      {"ep_rank", [](StepSlice& s) { s.ep_rank = 0; }},
+      {"combine", [](StepSlice& s) { s.header.combine = static_cast<CombineMode>(9); }},
+      {"activation_dtype", [](StepSlice& s) { s.header.activation_dtype = DType::kInt8; }},
+      {"combine_dtype", [](StepSlice& s) { s.header.combine_dtype = DType::kInvalid; }},
+      {"output_dtype", [](StepSlice& s) { s.header.output_dtype = DType::kInt64; }},
+      {"num_source_tokens", [](StepSlice& s) { s.num_source_tokens = -1; }},
+      {"num_source_tokens", [=](StepSlice& s) { s.num_source_tokens = huge; }},
+      {"send_counts", [](StepSlice& s) { s.send_counts.pop_back(); }},
+      {"send_counts", [](StepSlice& s) { s.send_counts[0] = -1; }},
+      {"send_counts", [](StepSlice& s) { ++s.send_counts[kRank]; }},
+      {"recv_counts", [=](StepSlice& s) { s.recv_counts[0] = s.recv_counts[2] = huge; }},
+      {"send_rows", [](StepSlice& s) { s.send_rows.push_back(0); }},
+      {"send_rows", [](StepSlice& s) { s.send_rows[3] = -1; }},
+      {"send_rows", [](StepSlice& s) { s.send_rows[3] = 10; }},
+      {"pair_offsets", [](StepSlice& s) { s.pair_offsets.clear(); }},
+      {"pair_offsets", [](StepSlice& s) { s.pair_offsets[0] = 1; }},
+      {"pair_offsets", [](StepSlice& s) { s.pair_offsets[2] = -5; }},
+      {"pair_offsets", [=](StepSlice& s) { s.pair_offsets[1] = huge; }},
+      {"pair_k", [](StepSlice& s) { s.pair_k.pop_back(); }},
+      {"pair_weights", [](StepSlice& s) { s.pair_weights.push_back(1); }},
+      {"pair_local_expert", [](StepSlice& s) { s.pair_local_expert[0] = 2; }},
+      {"pair_local_expert", [](StepSlice& s) { s.pair_local_expert[0] = -1; }},
+      {"return_send_counts", [](StepSlice& s) { ++s.return_send_counts[0]; }},
+      {"return_recv_counts", [](StepSlice& s) { s.return_recv_counts.clear(); }},
+      {"sum_offsets", [](StepSlice& s) { s.sum_offsets.push_back(0); }},
+      {"sum_offsets", [](StepSlice& s) { s.sum_offsets.back() += 1; }},
+      {"sum_rows", [](StepSlice& s) { s.sum_rows[0] = 1 << 20; }},
+      {"sum_rows", [](StepSlice& s) { s.sum_rows[0] = -1; }},
+      {"sum_weights", [](StepSlice& s) { s.sum_weights.push_back(1); }},
+  };
+  for (const CombineMode combine : {CombineMode::kSum, CombineMode::kPerExpert}) {
+    ASSERT_TRUE(Check(GoodSlice(combine)).ok()) << Check(GoodSlice(combine));
+    for (size_t i = 0; i < cases.size(); ++i) {
+      SCOPED_TRACE("case " + std::to_string(i) + " " + CombineModeName(combine));
+      StepSlice slice = GoodSlice(combine);
+      cases[i].spoil(slice);
+      const absl::Status status = Check(slice);
+      EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+      EXPECT_THAT(std::string(status.message()), HasSubstr(cases[i].field));
+    }
+  }
+}
+
+// With any array entry replaced by anything, the check itself stays within bounds (the sanitizer
+// builds would tell).
+TEST(SliceCheckTest, SurvivesRandomDamage) {
+  for (uint64_t seed = 1; seed <= 500; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    StepSlice slice = GoodSlice(seed % 2 == 0 ? CombineMode::kSum : CombineMode::kPerExpert);
+    const std::vector<std::vector<int64_t>*> wide = {&slice.send_counts,
+                                                     &slice.recv_counts,
+                                                     &slice.pair_offsets,
+                                                     &slice.return_send_counts,
+                                                     &slice.return_recv_counts,
+                                                     &slice.sum_offsets,
+                                                     &slice.sum_rows};
+    std::vector<int64_t>& array = *wide[random() % wide.size()];
+    const size_t index = random() % array.size();
+    switch (random() % 3) {
+      case 0:
+        array[index] = static_cast<int64_t>(random());
+        break;
+      case 1:
+        array[index] += static_cast<int64_t>(random() % 5) - 2;
+        break;
+      default:
+        array.resize(random() % (2 * array.size()));
+    }
+    Check(slice).IgnoreError();
+  }
+}
+
+}  // namespace
+}  // namespace expertmesh
