@@ -8,8 +8,6 @@ makes of given hidden states. The float64 evaluation in here only measures how e
 """
 
 import argparse
-import copy
-import dataclasses
 import json
 import os
 import pathlib
@@ -367,6 +365,10 @@ def make(fixture: Fixture) -> int:
     model = build(fixture)
     model.save_pretrained(folder, max_shard_size=fixture.max_shard_size)
     (folder / "generation_config.json").unlink(missing_ok=True)
+    if fixture.config_patch:
+        config_path = folder / "config.json"
+        config = json.loads(config_path.read_text()) | fixture.config_patch
+        config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= safetensors.torch.load_file(file)
@@ -380,7 +382,7 @@ def make(fixture: Fixture) -> int:
     description = {
         "name": fixture.name,
         "architecture": fixture.model_class,
-        "model_type": model.config.model_type,
+        "model_type": fixture.config_patch.get("model_type", model.config.model_type),
         "dtype": DTYPE_NAMES[fixture.dtype],
         "hidden_size": layers[0]["hidden_size"],
         "num_tokens": NUM_TOKENS,
