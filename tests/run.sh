@@ -48,6 +48,7 @@ if [[ $preset == release ]]; then
   phase format check_format
   phase protos check_protos
 fi
-phase configure cmake --preset "$preset" --log-level=WARNING
+# Said, for the quickstart turns tests off in the same folder.
+phase configure cmake --preset "$preset" --log-level=WARNING -DEXPERTMESH_BUILD_TESTS=ON
 phase build cmake --build --preset "$preset"
 phase test ctest --preset "$preset" --parallel 2 "${filter[@]}"
