@@ -130,6 +130,34 @@ TEST_P(GoldenReference, TolerancesCatchMistakes) {
   }
 }
 
+// Groups and correction bias must decide something in each fixture that has them.
+TEST_P(GoldenReference, EveryPartOfTheRuleMatters) {
+  bool has_bias = false;
+  bool bias_matters = false;
+  bool has_groups = false;
+  bool groups_matter = false;
+  for (const GoldenLayer& layer : fixture_.layers) {
+    const auto ids_by = [&layer](const ReferenceRouterRule& rule) {
+      std::vector<int32_t> ids =
+          ReferenceRoute(rule, layer.router_logits.values, layer.num_experts).topk_ids;
+      for (auto token = ids.begin(); token != ids.end(); token += layer.topk) {
+        std::sort(token, token + layer.topk);
+      }
+      return ids;
+    };
+    ReferenceRouterRule unbiased = layer.router;
+    unbiased.correction_bias.clear();
+    has_bias |= !layer.router.correction_bias.empty();
+    bias_matters |= ids_by(unbiased) != ids_by(layer.router);
+    ReferenceRouterRule ungrouped = layer.router;
+    ungrouped.num_groups = 1;
+    has_groups |= layer.router.num_groups > 1;
+    groups_matter |= ids_by(ungrouped) != ids_by(layer.router);
+  }
+  EXPECT_EQ(bias_matters, has_bias);
+  EXPECT_EQ(groups_matter, has_groups);
+}
+
 INSTANTIATE_TEST_SUITE_P(Fixtures, GoldenReference, ::testing::ValuesIn(GoldenFixtureNames()),
                          [](const auto& fixture) { return fixture.param; });
 
