@@ -1,0 +1,116 @@
+#include "server/comm/in_process_communicator.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/comm/in_process_exchange.h"
+
+namespace expertmesh {
+namespace {
+
+class InProcessCommunicator : public Communicator {
+ public:
+  InProcessCommunicator(std::shared_ptr<InProcessExchange> exchange, int32_t ep_rank)
+      : exchange_(std::move(exchange)), ep_rank_(ep_rank), bytes_sent_(exchange_->ep_size()) {}
+
+  ~InProcessCommunicator() override {
+    exchange_->Break(absl::UnavailableError(absl::StrCat("rank ", ep_rank_, " has left")));
+  }
+
+  int32_t ep_rank() const override { return ep_rank_; }
+  int32_t ep_size() const override { return exchange_->ep_size(); }
+
+  absl::Status AllToAllV(const AllToAllVParams& params, Stream& stream) override {
+    InProcessExchange::Call call;
+    call.kind = InProcessExchange::Kind::kAllToAllV;
+    call.tag = params.tag;
+    call.send = params.send;
+    call.receive = params.receive;
+    call.send_bytes = params.send_bytes;
+    call.receive_bytes = params.receive_bytes;
+    absl::Status status = CheckCounts("send_bytes", params.send_bytes);
+    status.Update(CheckCounts("receive_bytes", params.receive_bytes));
+    if (!status.ok()) return Refuse(status);
+    for (int32_t peer = 0; peer < ep_size(); ++peer) {
+      if (peer != ep_rank_) bytes_sent_[peer] += params.send_bytes[peer];
+    }
+    return Post(call, stream);
+  }
+
+  absl::Status AllGatherV(const AllGatherVParams& params, Stream& stream) override {
+    InProcessExchange::Call call;
+    call.kind = InProcessExchange::Kind::kAllGatherV;
+    call.tag = params.tag;
+    call.send = params.send;
+    call.receive = params.receive;
+    call.receive_bytes = params.receive_bytes;
+    if (absl::Status status = CheckCounts("receive_bytes", params.receive_bytes); !status.ok()) {
+      return Refuse(status);
+    }
+    for (int32_t peer = 0; peer < ep_size(); ++peer) {
+      if (peer != ep_rank_) bytes_sent_[peer] += params.receive_bytes[ep_rank_];
+    }
+    return Post(call, stream);
+  }
+
+  absl::Status Barrier(const CollectiveTag& tag, Stream& stream) override {
+    InProcessExchange::Call call;
+    call.tag = tag;
+    return Post(call, stream);
+  }
+
+  void Abort(const absl::Status& reason) override {
+    exchange_->Break(absl::AbortedError(
+        absl::StrCat("rank ", ep_rank_, " aborted the communicator: ", reason.ToString())));
+  }
+
+  absl::Span<const int64_t> bytes_sent() const override { return bytes_sent_; }
+
+ private:
+  absl::Status CheckCounts(const char* name, absl::Span<const int64_t> counts) const {
+    if (static_cast<int64_t>(counts.size()) != ep_size()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(name, ": ", counts.size(), " entries for ", ep_size(), " ranks"));
+    }
+    for (const int64_t count : counts) {
+      if (count < 0) return absl::InvalidArgumentError(absl::StrCat(name, ": ", count, " < 0"));
+    }
+    return absl::OkStatus();
+  }
+
+  // The peers wait for this rank's part, which will never come.
+  absl::Status Refuse(const absl::Status& status) {
+    exchange_->Break(absl::DataLossError(
+        absl::StrCat("rank ", ep_rank_, " posted an invalid operation: ", status.message())));
+    return status;
+  }
+
+  absl::Status Post(const InProcessExchange::Call& call, Stream& stream) {
+    if (absl::Status status = exchange_->broken(); !status.ok()) return status;
+    const int64_t sequence = next_sequence_++;
+    absl::Status status =
+        stream.Enqueue([exchange = exchange_, ep_rank = ep_rank_, sequence, call] {
+          return exchange->Arrive(ep_rank, sequence, call);
+        });
+    status.Update(stream.WaitFor(call.done));
+    return status;
+  }
+
+  const std::shared_ptr<InProcessExchange> exchange_;
+  const int32_t ep_rank_;
+  int64_t next_sequence_ = 0;
+  std::vector<int64_t> bytes_sent_;
+};
+
+}  // namespace
+
+std::vector<std::unique_ptr<Communicator>> NewInProcessCommunicators(int32_t ep_size) {
+  auto exchange = std::make_shared<InProcessExchange>(ep_size);
+  std::vector<std::unique_ptr<Communicator>> communicators;
+  for (int32_t rank = 0; rank < ep_size; ++rank) {
+    communicators.push_back(std::make_unique<InProcessCommunicator>(exchange, rank));
+  }
+  return communicators;
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,82 @@
+#ifndef EXPERTMESH_SERVER_COMM_IN_PROCESS_EXCHANGE_H_
+#define EXPERTMESH_SERVER_COMM_IN_PROCESS_EXCHANGE_H_
+
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
+#include "kernels/base/stream.h"
+#include "server/comm/communicator.h"
+
+namespace expertmesh {
+
+// Where the ranks of one process meet: what in_process_communicator.cc shares among its endpoints.
+// Thread safe.
+class InProcessExchange {
+ public:
+  enum class Kind : uint8_t { kAllToAllV, kAllGatherV, kBarrier };
+
+  // One rank's part of an operation. kAllGatherV: send_bytes is empty, the rank sends
+  // receive_bytes[its rank] to everyone. kBarrier: both are empty.
+  struct Call {
+    Kind kind = Kind::kBarrier;
+    CollectiveTag tag;
+    const std::byte* send = nullptr;
+    std::byte* receive = nullptr;
+    absl::Span<const int64_t> send_bytes;
+    absl::Span<const int64_t> receive_bytes;
+    Event done;  // signalled when the rank's buffers are no longer needed
+  };
+
+  explicit InProcessExchange(int32_t ep_size) : ep_size_(ep_size) {}
+
+  int32_t ep_size() const { return ep_size_; }
+  absl::Status broken() const;
+
+  // Rank `ep_rank` reaches its operation number `sequence` (counted from 0 per rank). Copies what
+  // can be copied now. The first error if the exchange is broken; then nothing was touched.
+  absl::Status Arrive(int32_t ep_rank, int64_t sequence, const Call& call);
+
+  // Breaks the exchange, if it is whole, with `status`; returns when no copy is running any more.
+  void Break(const absl::Status& status);
+
+ private:
+  struct Participant {
+    bool arrived = false;
+    bool signalled = false;
+    Call call;
+    int64_t num_missing = 0;            // exchanges, the one with itself included
+    std::vector<int64_t> send_offsets;  // [ep_size]; kAllToAllV
+    std::vector<int64_t> recv_offsets;  // [ep_size]; but for kBarrier
+  };
+  struct Operation {
+    std::vector<Participant> participants;  // [ep_size]
+    int32_t num_done = 0;
+  };
+
+  int64_t SendBytes(const Participant& from, int32_t from_rank, int32_t to_rank) const;
+  int64_t ReceiveBytes(const Participant& to, int32_t from_rank) const;
+  absl::Status CheckPair(const Participant& a, int32_t a_rank, const Participant& b,
+                         int32_t b_rank) const;
+  void CopyBlock(const Participant& from, int32_t from_rank, const Participant& to,
+                 int32_t to_rank) const;
+  Operation& OperationAt(int64_t sequence) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Events of all ranks that still wait, once the exchange is broken and no copy is running.
+  void TakeBrokenEvents(std::vector<Event>* events) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const int32_t ep_size_;
+  mutable absl::Mutex mutex_;
+  absl::Status broken_ ABSL_GUARDED_BY(mutex_);
+  int64_t num_copying_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t first_sequence_ ABSL_GUARDED_BY(mutex_) = 0;  // of operations_.front()
+  // References to elements stay valid while others are added or removed at the ends.
+  std::deque<Operation> operations_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_COMM_IN_PROCESS_EXCHANGE_H_
