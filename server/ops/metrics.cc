@@ -13,6 +13,7 @@
 #include <chrono>
 #include <exception>
 #include <future>
+#include <mutex>
 
 #include "absl/strings/str_cat.h"
 
@@ -44,8 +45,18 @@ void Histogram::Observe(double value) const {
   if (impl_ != nullptr) static_cast<prometheus::Histogram*>(impl_)->Observe(value);
 }
 
-struct MetricsRegistry::Impl {
-  std::shared_ptr<prometheus::Registry> registry = std::make_shared<prometheus::Registry>();
+struct MetricsRegistry::Impl : prometheus::Collectable {
+  std::vector<prometheus::MetricFamily> Collect() const override {
+    {
+      const std::lock_guard<std::mutex> lock(refresh_mutex);
+      if (refresh) refresh();
+    }
+    return registry.Collect();
+  }
+
+  prometheus::Registry registry;
+  mutable std::mutex refresh_mutex;
+  std::function<void()> refresh;
 };
 
 namespace {
@@ -56,7 +67,7 @@ prometheus::Labels ToLabels(const MetricLabels& labels) {
 
 }  // namespace
 
-MetricsRegistry::MetricsRegistry() : impl_(std::make_unique<Impl>()) {}
+MetricsRegistry::MetricsRegistry() : impl_(std::make_shared<Impl>()) {}
 MetricsRegistry::~MetricsRegistry() = default;
 
 Counter MetricsRegistry::AddCounter(const std::string& name, const std::string& help,
@@ -64,7 +75,7 @@ Counter MetricsRegistry::AddCounter(const std::string& name, const std::string& 
   return Counter(&prometheus::BuildCounter()
                       .Name(name)
                       .Help(help)
-                      .Register(*impl_->registry)
+                      .Register(impl_->registry)
                       .Add(ToLabels(labels)));
 }
 
@@ -73,7 +84,7 @@ Gauge MetricsRegistry::AddGauge(const std::string& name, const std::string& help
   return Gauge(&prometheus::BuildGauge()
                     .Name(name)
                     .Help(help)
-                    .Register(*impl_->registry)
+                    .Register(impl_->registry)
                     .Add(ToLabels(labels)));
 }
 
@@ -83,12 +94,17 @@ Histogram MetricsRegistry::AddHistogram(const std::string& name, const std::stri
   return Histogram(&prometheus::BuildHistogram()
                         .Name(name)
                         .Help(help)
-                        .Register(*impl_->registry)
+                        .Register(impl_->registry)
                         .Add(ToLabels(labels), upper_bounds));
 }
 
+void MetricsRegistry::SetRefresh(std::function<void()> refresh) {
+  const std::lock_guard<std::mutex> lock(impl_->refresh_mutex);
+  impl_->refresh = std::move(refresh);
+}
+
 std::string MetricsRegistry::Serialize() const {
-  return prometheus::TextSerializer().Serialize(impl_->registry->Collect());
+  return prometheus::TextSerializer().Serialize(impl_->Collect());
 }
 
 std::vector<double> ExponentialBounds(double first, double factor, int count) {
@@ -149,7 +165,7 @@ absl::StatusOr<std::unique_ptr<MetricsExposer>> MetricsExposer::Start(
       return absl::UnavailableError(absl::StrCat("metrics: cannot listen on ", address));
     }
     impl->port = ports.front();
-    impl->exposer->RegisterCollectable(registry->impl_->registry);
+    impl->exposer->RegisterCollectable(registry->impl_);
   } catch (const std::exception& error) {
     return absl::UnavailableError(absl::StrCat("metrics: cannot listen on ", address,
                                                " (taken, or not an address of this machine)"));

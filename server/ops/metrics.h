@@ -2,6 +2,7 @@
 #define EXPERTMESH_SERVER_OPS_METRICS_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -64,13 +65,17 @@ class MetricsRegistry {
   // `upper_bounds` ascending; the last bucket (+Inf) is implied.
   Histogram AddHistogram(const std::string& name, const std::string& help,
                          const MetricLabels& labels, const std::vector<double>& upper_bounds);
+  // `refresh` runs before every read (Serialize and scrapes), on the reading thread, to set gauges
+  // that are cheaper to look up than to keep. Null ends that; when SetRefresh has returned, the
+  // function set before is not running and will not run again.
+  void SetRefresh(std::function<void()> refresh);
   // Prometheus text format 0.0.4.
   std::string Serialize() const;
 
  private:
   friend class MetricsExposer;
   struct Impl;
-  std::unique_ptr<Impl> impl_;
+  std::shared_ptr<Impl> impl_;
 };
 
 // `count` bounds, each `factor` times the one before.

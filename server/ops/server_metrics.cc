@@ -47,24 +47,23 @@ ServerMetrics::ServerMetrics(MetricsRegistry* registry) : registry_(registry) {
                                         "Bytes of Forward responses handed to gRPC", {});
   request_tokens = registry->AddCounter("expertmesh_request_tokens_total",
                                         "Tokens of Forward requests that passed validation", {});
-  tokens_in_flight = registry->AddGauge("expertmesh_tokens_in_flight",
-                                        "Tokens of Forward calls that are waiting or running", {});
-  bytes_in_flight =
-      registry->AddGauge("expertmesh_bytes_in_flight",
-                         "Payload bytes of Forward calls that are waiting or running", {});
   ready = registry->AddGauge("expertmesh_ready", "1 while calls are served", {});
 
-  queued_requests = registry->AddGauge("expertmesh_queued_requests",
-                                       "Admitted requests of which no token is in a step yet", {});
+  tokens_in_flight = registry->AddGauge("expertmesh_tokens_in_flight",
+                                        "Tokens of admitted calls that still hold buffers", {});
+  bytes_in_flight = registry->AddGauge(
+      "expertmesh_bytes_in_flight", "Payload bytes of admitted calls that still hold buffers", {});
+  queued_requests = registry->AddGauge(
+      "expertmesh_queued_requests", "Admitted calls of which not every token is in a step yet", {});
   queued_tokens =
       registry->AddGauge("expertmesh_queued_tokens", "Admitted tokens that wait for a step", {});
-  queued_bytes = registry->AddGauge("expertmesh_queued_bytes",
-                                    "Payload bytes of admitted requests that are not done", {});
   steps = registry->AddCounter("expertmesh_steps_total", "Steps that ended well", {});
-  failed_steps =
-      registry->AddCounter("expertmesh_failed_steps_total", "Steps that ended with an error", {});
+  inline_steps = registry->AddCounter("expertmesh_inline_steps_total",
+                                      "Of these, steps run by the thread that read the call", {});
+  failed_steps = registry->AddCounter("expertmesh_failed_steps_total",
+                                      "Attempts to run a step that ended with an error", {});
   replayed_steps = registry->AddCounter("expertmesh_replayed_steps_total",
-                                        "Steps that were run again after a rank was lost", {});
+                                        "Attempts after a step's first one", {});
   step_tokens =
       registry->AddHistogram("expertmesh_step_tokens", "Tokens in a step", {}, count_bounds);
   step_requests = registry->AddHistogram(

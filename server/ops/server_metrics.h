@@ -42,15 +42,15 @@ struct ServerMetrics {
   Counter request_bytes;
   Counter response_bytes;
   Counter request_tokens;
-  Gauge tokens_in_flight;
-  Gauge bytes_in_flight;
   Gauge ready;
 
   // control/
+  Gauge tokens_in_flight;
+  Gauge bytes_in_flight;
   Gauge queued_requests;
   Gauge queued_tokens;
-  Gauge queued_bytes;
   Counter steps;
+  Counter inline_steps;
   Counter failed_steps;
   Counter replayed_steps;
   Histogram step_tokens;

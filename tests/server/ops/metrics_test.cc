@@ -85,6 +85,19 @@ TEST(MetricsTest, HandlesWithoutASeriesIgnoreEverything) {
   EXPECT_EQ(Counter().value(), 0);
 }
 
+TEST(MetricsTest, RefreshesBeforeEveryRead) {
+  MetricsRegistry registry;
+  const Gauge gauge = registry.AddGauge("g", "help", {});
+  int num_reads = 0;
+  registry.SetRefresh([&] { gauge.Set(++num_reads); });
+  EXPECT_THAT(registry.Serialize(), HasSubstr("g 1"));
+  auto exposer = MetricsExposer::Start(&registry, "127.0.0.1:0");
+  ASSERT_TRUE(exposer.ok()) << exposer.status();
+  EXPECT_THAT(HttpGet((*exposer)->port(), "/metrics"), HasSubstr("g 2"));
+  registry.SetRefresh(nullptr);
+  EXPECT_THAT(registry.Serialize(), HasSubstr("g 2"));
+}
+
 TEST(MetricsTest, ExponentialBounds) {
   EXPECT_THAT(ExponentialBounds(1, 2, 4), testing::ElementsAre(1, 2, 4, 8));
 }

@@ -1,0 +1,68 @@
+#include "server/ops/stop_signals.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <thread>
+#include <utility>
+
+namespace expertmesh {
+namespace {
+
+sigset_t StopSet() {
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGTERM);
+  sigaddset(&set, SIGINT);
+  // Wakes the watcher when the object goes.
+  sigaddset(&set, SIGUSR2);
+  return set;
+}
+
+void EndBySignal(int signal_number) {
+  signal(signal_number, SIG_DFL);
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, signal_number);
+  pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
+  raise(signal_number);
+  _exit(128 + signal_number);
+}
+
+}  // namespace
+
+struct StopSignals::Impl {
+  std::function<void(int)> on_first;
+  std::thread watcher;
+  std::thread first;
+
+  void Watch() {
+    const sigset_t set = StopSet();
+    bool seen = false;
+    for (;;) {
+      int signal_number = 0;
+      if (sigwait(&set, &signal_number) != 0) continue;
+      if (signal_number == SIGUSR2) return;
+      if (seen) EndBySignal(signal_number);
+      seen = true;
+      first = std::thread([this, signal_number] { on_first(signal_number); });
+    }
+  }
+};
+
+StopSignals::StopSignals(std::function<void(int)> on_first) : impl_(std::make_unique<Impl>()) {
+  signal(SIGPIPE, SIG_IGN);
+  const sigset_t set = StopSet();
+  pthread_sigmask(SIG_BLOCK, &set, nullptr);
+  impl_->on_first = std::move(on_first);
+  impl_->watcher = std::thread([impl = impl_.get()] { impl->Watch(); });
+}
+
+StopSignals::~StopSignals() {
+  pthread_kill(impl_->watcher.native_handle(), SIGUSR2);
+  impl_->watcher.join();
+  if (impl_->first.joinable()) impl_->first.join();
+}
+
+}  // namespace expertmesh

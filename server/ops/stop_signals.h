@@ -1,0 +1,29 @@
+#ifndef EXPERTMESH_SERVER_OPS_STOP_SIGNALS_H_
+#define EXPERTMESH_SERVER_OPS_STOP_SIGNALS_H_
+
+#include <functional>
+#include <memory>
+
+namespace expertmesh {
+
+// SIGTERM and SIGINT as calls of a function on an ordinary thread. One per process, made before any
+// other thread, which then all inherit the blocked signals. SIGPIPE is ignored: a peer that closed
+// its socket is an error code, not our end.
+class StopSignals {
+ public:
+  // `on_first` runs once, at the first signal, and may block. The second signal ends the process at
+  // once, as the signal would have done by itself.
+  explicit StopSignals(std::function<void(int signal_number)> on_first);
+  // Both signals stay blocked.
+  ~StopSignals();
+  StopSignals(const StopSignals&) = delete;
+  StopSignals& operator=(const StopSignals&) = delete;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_OPS_STOP_SIGNALS_H_
