@@ -5,21 +5,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
+#include <functional>
 #include <limits>
 #include <numeric>
 
+#include "tests/reference/reference_require.h"
+
 namespace expertmesh {
 namespace {
-
-#define REFERENCE_REQUIRE(condition)                                                  \
-  do {                                                                                \
-    if (!(condition)) {                                                               \
-      std::fprintf(stderr, "%s:%d: reference: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                                   \
-    }                                                                                 \
-  } while (false)
 
 constexpr double kNegativeInfinity = -std::numeric_limits<double>::infinity();
 
