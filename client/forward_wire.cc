@@ -157,7 +157,10 @@ absl::Status DecodeOutputTensor(CodedInputStream& in, ForwardOutput& result) {
         return absl::DataLossError("output.data is cut short");
       }
     }
-    if (!in.ConsumedEntireMessage()) return absl::DataLossError("malformed output tensor");
+    // At the end of the stream ReadTag ends well even inside of a limit.
+    if (!in.ConsumedEntireMessage() || in.BytesUntilLimit() != 0) {
+      return absl::DataLossError("malformed output tensor");
+    }
   }
   if (!result.response.mutable_output()->MergeFromString(rest)) {
     return absl::DataLossError("malformed output tensor");

@@ -1,0 +1,24 @@
+#ifndef EXPERTMESH_CLIENT_CLI_COMMAND_H_
+#define EXPERTMESH_CLIENT_CLI_COMMAND_H_
+
+#include "absl/status/status.h"
+
+namespace expertmesh {
+
+// One word of `expertmesh <word> [flags]`. Prints its result to stdout; an error is the caller's to
+// print.
+struct Command {
+  const char* name;
+  const char* summary;  // one line
+  const char* usage;    // flags that matter, and an example
+  absl::Status (*run)();
+};
+
+extern const Command kForwardCommand;
+extern const Command kModelCommand;
+extern const Command kExplainCommand;
+extern const Command kCheckpointCommand;
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_CLIENT_CLI_COMMAND_H_

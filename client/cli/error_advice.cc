@@ -1,0 +1,76 @@
+#include "client/cli/error_advice.h"
+
+#include <optional>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "client/client_error.h"
+
+namespace expertmesh {
+namespace {
+
+struct ReasonAdvice {
+  const char* reason;
+  const char* advice;
+};
+
+constexpr ReasonAdvice kReasonAdvice[] = {
+    {"MODEL_NOT_FOUND", "`expertmesh model` lists what this server serves; name one with --model"},
+    {"LAYER_NOT_FOUND",
+     "`expertmesh model` lists the layers that have experts; dense layers have none"},
+    {"FINGERPRINT_MISMATCH",
+     "the server holds other weights than you expect; `expertmesh model` shows its fingerprint"},
+    {"NO_GATE_WEIGHTS",
+     "the checkpoint has no gate for this layer: send --routing=topk or --routing=logits"},
+    {"OPTION_DISABLED", "the server must be started with the flag named above"},
+    {"QUEUE_FULL", "the server is busy: send less at once, or add a replica"},
+    {"BUFFERS_EXHAUSTED",
+     "the server has no memory for this request just now: try again, or send fewer tokens"},
+    {"MESSAGE_TOO_LARGE", "send fewer tokens in one call"},
+    {"DRAINING", "this server is stopping; another replica may answer"},
+    {"NO_EPOCH", "not all ranks are there yet: the server's log says which one it waits for"},
+    {"STEP_LOST", "a rank was lost while the call ran; it is safe to try again"},
+    {"NOT_IMPLEMENTED", "this build does not serve it"},
+};
+
+std::string Advice(const absl::Status& status, const std::optional<ServerErrorDetails>& details) {
+  if (details.has_value()) {
+    if (details->retry_after.has_value()) {
+      return absl::StrCat("the server advises to try again in ",
+                          absl::FormatDuration(*details->retry_after));
+    }
+    for (const ReasonAdvice& known : kReasonAdvice) {
+      if (details->reason == known.reason) return known.advice;
+    }
+    return "";
+  }
+  switch (status.code()) {
+    case absl::StatusCode::kUnavailable:
+      return "nothing answered there: is the server up, is --target right, does one side use TLS "
+             "and the other not?";
+    case absl::StatusCode::kDeadlineExceeded:
+      return "allow more time with --timeout, or look at the server's queue (/metrics)";
+    case absl::StatusCode::kUnimplemented:
+      return "whatever answered there is no ExpertMesh service of this version";
+    default:
+      return "";
+  }
+}
+
+}  // namespace
+
+std::string ErrorWithAdvice(const absl::Status& status) {
+  const std::optional<ServerErrorDetails> details = GetServerErrorDetails(status);
+  std::string text = absl::StrCat(absl::StatusCodeToString(status.code()), ": ", status.message());
+  if (details.has_value()) {
+    absl::StrAppend(&text, "\n  reason: ", details->reason);
+    if (!details->field.empty()) absl::StrAppend(&text, "\n  field: ", details->field);
+    if (!details->value.empty()) absl::StrAppend(&text, "\n  value: ", details->value);
+    if (!details->limit.empty()) absl::StrAppend(&text, "\n  limit: ", details->limit);
+  }
+  const std::string advice = Advice(status, details);
+  if (!advice.empty()) absl::StrAppend(&text, "\n  advice: ", advice);
+  return text;
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,284 @@
+#include "client/cli/forward_job.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <string>
+#include <utility>
+
+#include "absl/flags/flag.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "client/cli/wire_dtype.h"
+
+ABSL_FLAG(std::string, model, "", "model name; empty: the only one served");
+ABSL_FLAG(int, layer, -1, "the checkpoint's own layer index; -1: the first layer that has experts");
+ABSL_FLAG(int, tokens, 4, "tokens to draw at random when --hidden names no file");
+ABSL_FLAG(uint64_t, seed, 1, "of everything that is drawn at random");
+ABSL_FLAG(std::string, dtype, "",
+          "float32, float16 or bfloat16: of random hidden states; empty: the model's own");
+ABSL_FLAG(std::string, hidden, "",
+          "hidden states [tokens, hidden_size]: FILE.npy or FILE.safetensors:TENSOR");
+ABSL_FLAG(std::string, routing, "topk",
+          "who chooses the experts: topk (this command), logits (the server, from logits) or gate "
+          "(the server)");
+ABSL_FLAG(int, topk, 0, "experts per token to draw; 0: the model's own");
+ABSL_FLAG(std::string, topk_ids, "", "file of ids [tokens, topk], int32 or int64");
+ABSL_FLAG(std::string, topk_weights, "",
+          "file of weights [tokens, topk], float32, float16 or bfloat16");
+ABSL_FLAG(std::string, router_logits, "", "file of logits [tokens, num_experts]");
+ABSL_FLAG(bool, weight_on_input, false,
+          "the router weight multiplies the expert's input instead of its output");
+ABSL_FLAG(std::string, output_dtype, "",
+          "float32, float16 or bfloat16; empty: as the hidden states");
+ABSL_FLAG(std::string, combine_dtype, "", "float32, float16 or bfloat16; empty: as the output");
+ABSL_FLAG(std::string, combine, "per_owner", "per_owner or per_expert");
+ABSL_FLAG(std::string, dispatch, "auto",
+          "auto, passthrough, all_to_all, ... (the server must allow others than auto)");
+ABSL_FLAG(bool, shared_experts, false, "add the layer's shared experts");
+ABSL_FLAG(std::string, request_id, "", "name of the call in the server's log");
+ABSL_FLAG(std::string, expected_fingerprint, "", "refuse to be served by other weights than these");
+
+namespace expertmesh {
+namespace {
+
+// "bfloat16" -> DATA_TYPE_BFLOAT16 and so on: the proto's names without their prefix, in lower
+// case.
+template <typename Enum, typename Parse>
+absl::StatusOr<Enum> EnumFromFlag(const char* flag, const char* prefix, const std::string& text,
+                                  const char* known, Parse parse) {
+  Enum value;
+  if (!parse(absl::StrCat(prefix, absl::AsciiStrToUpper(text)), &value)) {
+    return absl::InvalidArgumentError(absl::StrCat("--", flag, "=", text, "; known: ", known));
+  }
+  return value;
+}
+
+absl::StatusOr<v1::DataType> DTypeFromFlag(const char* flag, const std::string& text) {
+  return EnumFromFlag<v1::DataType>(
+      flag, "DATA_TYPE_", text, "float32, float16, bfloat16",
+      [](const std::string& name, v1::DataType* value) { return v1::DataType_Parse(name, value); });
+}
+
+FileTensor RandomNormal(DType dtype, int64_t rows, int64_t columns, std::mt19937_64& random) {
+  FileTensor tensor;
+  tensor.dtype = dtype;
+  tensor.shape = {rows, columns};
+  tensor.data.resize(static_cast<size_t>(rows * columns * DTypeBytes(dtype)));
+  std::normal_distribution<float> normal;
+  for (int64_t i = 0; i < rows * columns; ++i)
+    StoreFloat(tensor.data.data(), dtype, i, normal(random));
+  return tensor;
+}
+
+TensorBytes Bytes(const FileTensor& tensor) {
+  TensorBytes bytes;
+  bytes.data = tensor.data.data();
+  bytes.size_bytes = static_cast<int64_t>(tensor.data.size());
+  bytes.dtype = WireDType(tensor.dtype);
+  return bytes;
+}
+
+absl::StatusOr<FileTensor> ReadMatrix(const char* flag, const std::string& path) {
+  absl::StatusOr<FileTensor> tensor = ReadTensorFile(path);
+  if (!tensor.ok()) return tensor;
+  if (tensor->shape.size() != 2) {
+    return absl::InvalidArgumentError(absl::StrCat("--", flag, "=", path, ": shape [",
+                                                   absl::StrJoin(tensor->shape, ", "),
+                                                   "]; it must have two dimensions"));
+  }
+  return tensor;
+}
+
+// Distinct experts and softmax-like weights, as a router would give.
+void DrawTopK(const v1::LayerInfo& layer, int64_t num_tokens, int topk, std::mt19937_64& random,
+              ForwardJob& job) {
+  std::vector<int32_t> experts(static_cast<size_t>(layer.num_experts()));
+  std::iota(experts.begin(), experts.end(), 0);
+  std::exponential_distribution<float> exponential;
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    float sum = 0;
+    for (int k = 0; k < topk; ++k) {
+      const size_t slot = static_cast<size_t>(k) % experts.size();
+      std::uniform_int_distribution<size_t> pick(slot, experts.size() - 1);
+      std::swap(experts[slot], experts[pick(random)]);
+      job.topk_ids.push_back(experts[slot]);
+      job.topk_weights.push_back(0.01f + exponential(random));
+      sum += job.topk_weights.back();
+    }
+    for (int k = 0; k < topk; ++k)
+      job.topk_weights[job.topk_weights.size() - 1 - static_cast<size_t>(k)] /= sum;
+  }
+}
+
+absl::Status ReadTopK(ForwardJob& job, int& topk) {
+  const std::string ids_path = absl::GetFlag(FLAGS_topk_ids);
+  const std::string weights_path = absl::GetFlag(FLAGS_topk_weights);
+  if (ids_path.empty() || weights_path.empty()) {
+    return absl::InvalidArgumentError("--topk_ids and --topk_weights: give both or none");
+  }
+  absl::StatusOr<FileTensor> ids = ReadMatrix("topk_ids", ids_path);
+  if (!ids.ok()) return ids.status();
+  absl::StatusOr<FileTensor> weights = ReadMatrix("topk_weights", weights_path);
+  if (!weights.ok()) return weights.status();
+  if (!IsActivationDType(weights->dtype) ||
+      (ids->dtype != DType::kInt32 && ids->dtype != DType::kInt64)) {
+    return absl::InvalidArgumentError(
+        "--topk_ids must hold int32 or int64, --topk_weights float32, float16 or bfloat16");
+  }
+  if (ids->shape != weights->shape) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--topk_ids has shape [", absl::StrJoin(ids->shape, ", "),
+                     "], --topk_weights [", absl::StrJoin(weights->shape, ", "), "]"));
+  }
+  topk = static_cast<int>(ids->shape[1]);
+  const int64_t count = ids->shape[0] * ids->shape[1];
+  for (int64_t i = 0; i < count; ++i) {
+    int64_t id = 0;
+    if (ids->dtype == DType::kInt64) {
+      memcpy(&id, ids->data.data() + i * 8, 8);
+    } else {
+      int32_t narrow = 0;
+      memcpy(&narrow, ids->data.data() + i * 4, 4);
+      id = narrow;
+    }
+    if (id < INT32_MIN || id > INT32_MAX) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--topk_ids: element ", i, " is ", id, ", which is no int32"));
+    }
+    job.topk_ids.push_back(static_cast<int32_t>(id));
+    job.topk_weights.push_back(LoadFloat(weights->data.data(), weights->dtype, i));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status FillRouting(const v1::LayerInfo& layer, std::mt19937_64& random, ForwardJob& job) {
+  const std::string routing = absl::GetFlag(FLAGS_routing);
+  const int64_t num_tokens = job.input.num_tokens;
+  if (routing == "gate") {
+    job.input.routing = ServerGateRouting();
+    return absl::OkStatus();
+  }
+  if (routing == "logits") {
+    if (const std::string path = absl::GetFlag(FLAGS_router_logits); !path.empty()) {
+      absl::StatusOr<FileTensor> logits = ReadMatrix("router_logits", path);
+      if (!logits.ok()) return logits.status();
+      job.router_logits = *std::move(logits);
+    } else {
+      job.random = true;
+      job.router_logits = RandomNormal(DType::kFloat32, num_tokens, layer.num_experts(), random);
+    }
+    job.input.routing = RouterLogitsRouting{Bytes(job.router_logits), job.router_logits.shape[1]};
+    return absl::OkStatus();
+  }
+  if (routing != "topk") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--routing=", routing, "; known: topk, logits, gate"));
+  }
+  int topk = absl::GetFlag(FLAGS_topk) > 0 ? absl::GetFlag(FLAGS_topk) : layer.topk();
+  if (!absl::GetFlag(FLAGS_topk_ids).empty() || !absl::GetFlag(FLAGS_topk_weights).empty()) {
+    if (absl::Status status = ReadTopK(job, topk); !status.ok()) return status;
+  } else {
+    job.random = true;
+    DrawTopK(layer, num_tokens, topk, random, job);
+  }
+  job.input.routing = TopKRouting{topk, job.topk_ids, job.topk_weights};
+  return absl::OkStatus();
+}
+
+absl::Status FillOptions(v1::ForwardOptions& options) {
+  const struct {
+    const char* flag;
+    std::string text;
+    void (v1::ForwardOptions::*set)(v1::DataType);
+  } dtypes[] = {
+      {"output_dtype", absl::GetFlag(FLAGS_output_dtype), &v1::ForwardOptions::set_output_dtype},
+      {"combine_dtype", absl::GetFlag(FLAGS_combine_dtype),
+       &v1::ForwardOptions::set_combine_dtype}};
+  for (const auto& dtype : dtypes) {
+    if (dtype.text.empty()) continue;
+    const absl::StatusOr<v1::DataType> value = DTypeFromFlag(dtype.flag, dtype.text);
+    if (!value.ok()) return value.status();
+    (options.*dtype.set)(*value);
+  }
+  const auto combine = EnumFromFlag<v1::Combine>(
+      "combine", "COMBINE_", absl::GetFlag(FLAGS_combine), "per_owner, per_expert",
+      [](const std::string& name, v1::Combine* value) { return v1::Combine_Parse(name, value); });
+  if (!combine.ok()) return combine.status();
+  options.set_combine(*combine);
+  const auto dispatch = EnumFromFlag<v1::DispatchMode>(
+      "dispatch", "DISPATCH_MODE_", absl::GetFlag(FLAGS_dispatch),
+      "auto, passthrough, allgather_reducescatter, all_to_all, all_to_all_fixed_capacity, direct",
+      [](const std::string& name, v1::DispatchMode* value) {
+        return v1::DispatchMode_Parse(name, value);
+      });
+  if (!dispatch.ok()) return dispatch.status();
+  options.set_dispatch(*dispatch);
+  options.set_include_shared_experts(absl::GetFlag(FLAGS_shared_experts));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<const v1::LayerInfo*> ChooseLayer(const v1::GetModelResponse& model) {
+  const int index = absl::GetFlag(FLAGS_layer);
+  if (model.layers().empty()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("model ", model.model(), " has no layer with experts"));
+  }
+  if (index < 0) return &model.layers(0);
+  std::vector<int32_t> known;
+  for (const v1::LayerInfo& layer : model.layers()) {
+    if (layer.index() == index) return &layer;
+    known.push_back(layer.index());
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("--layer=", index, " of model ", model.model(),
+                   " has no experts; layers that do: ", absl::StrJoin(known, ", ")));
+}
+
+}  // namespace
+
+absl::Status FillForwardJob(const v1::GetModelResponse& model, ForwardJob& job) {
+  const absl::StatusOr<const v1::LayerInfo*> layer = ChooseLayer(model);
+  if (!layer.ok()) return layer.status();
+  std::mt19937_64 random(absl::GetFlag(FLAGS_seed));
+  ForwardInput& input = job.input;
+  input.request_id = absl::GetFlag(FLAGS_request_id);
+  input.model = model.model();
+  input.layer = (*layer)->index();
+  input.apply_router_weight_on_input = absl::GetFlag(FLAGS_weight_on_input);
+  input.expected_fingerprint = absl::GetFlag(FLAGS_expected_fingerprint);
+  if (absl::Status status = FillOptions(input.options); !status.ok()) return status;
+
+  if (const std::string path = absl::GetFlag(FLAGS_hidden); !path.empty()) {
+    absl::StatusOr<FileTensor> hidden = ReadMatrix("hidden", path);
+    if (!hidden.ok()) return hidden.status();
+    job.hidden_states = *std::move(hidden);
+  } else {
+    const int tokens = absl::GetFlag(FLAGS_tokens);
+    if (tokens < 0)
+      return absl::InvalidArgumentError(
+          absl::StrCat("--tokens=", tokens, "; it must be at least 0"));
+    DType dtype = DType::kInvalid;
+    const std::string name = absl::GetFlag(FLAGS_dtype);
+    for (const DType candidate : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+      if (name.empty() ? WireDType(candidate) == model.activation_dtype()
+                       : DTypeFromName(name) == candidate) {
+        dtype = candidate;
+      }
+    }
+    if (dtype == DType::kInvalid) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--dtype=", name, "; known: float32, float16, bfloat16"));
+    }
+    job.random = true;
+    job.hidden_states = RandomNormal(dtype, tokens, model.hidden_size(), random);
+  }
+  input.num_tokens = job.hidden_states.shape[0];
+  input.hidden_size = job.hidden_states.shape[1];
+  input.hidden_states = Bytes(job.hidden_states);
+  return FillRouting(**layer, random, job);
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,18 @@
+#ifndef EXPERTMESH_CLIENT_CLI_JSON_OUTPUT_H_
+#define EXPERTMESH_CLIENT_CLI_JSON_OUTPUT_H_
+
+#include <google/protobuf/message.h>
+
+#include "absl/status/status.h"
+
+namespace expertmesh {
+
+// --json was given.
+bool JsonWanted();
+
+// One JSON object and a newline to stdout.
+absl::Status PrintJson(const google::protobuf::Message& message);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_CLIENT_CLI_JSON_OUTPUT_H_
