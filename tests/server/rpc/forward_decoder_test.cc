@@ -316,6 +316,17 @@ TEST(ForwardDecoderTest, GroupsNestAsDeepAsProtobufAllows) {
   }
 }
 
+TEST(ForwardDecoderTest, DepthIsGivenBackByWhatEnds) {
+  std::string wire;
+  for (int i = 0; i < 150; ++i) {
+    wire += "\x63\x64";      // an unknown group
+    wire += "\x7a\x02\x08";  // hidden_states with a dtype
+    wire.push_back(static_cast<char>(i & 0x7f));
+  }
+  grpc::ByteBuffer buffer = OneSlice(wire);
+  EXPECT_TRUE(CompareForwardRequest(wire, &buffer));
+}
+
 TEST(ForwardDecoderTest, LengthsBeyondTheMessageAllocateNothing) {
   // hidden_states of 2 GiB - 17 bytes, with data of as many, in a message of 12 bytes.
   for (const std::string& prefix :
