@@ -152,8 +152,11 @@ TEST(StatusMappingTest, ForeignStatusesKeepCodeAndMessage) {
   EXPECT_FALSE(GetCallErrorDetails(plain).has_value());
   EXPECT_EQ(FromGrpcStatus(grpc::Status(grpc::StatusCode::ABORTED, "m", "\xff no proto")).code(),
             absl::StatusCode::kAborted);
-  EXPECT_EQ(FromGrpcStatus(grpc::Status(static_cast<grpc::StatusCode>(99), "m")).code(),
-            absl::StatusCode::kUnknown);
+  for (const int code : {-1, 17, 99}) {
+    google::rpc::Status unknown;
+    unknown.set_code(code);
+    EXPECT_EQ(FromRpcStatus(unknown).code(), absl::StatusCode::kUnknown);
+  }
   // A reason that contradicts the code, and another domain's.
   google::rpc::Status liar = ToRpcStatus(CallError(ErrorReason::kQueueFull, "m"));
   liar.set_code(static_cast<int>(absl::StatusCode::kNotFound));
