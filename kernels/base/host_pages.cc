@@ -26,7 +26,7 @@ std::byte* MapHostPages(int64_t size_bytes) {
   // Huge pages need an aligned address: map more and cut off both ends.
   const int64_t mapped_bytes = needed_bytes + (huge ? kHugePageBytes : 0);
   void* mapped = mmap(nullptr, static_cast<size_t>(mapped_bytes), PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;
   std::byte* data = static_cast<std::byte*>(mapped);
   if (!huge) return data;

@@ -1,0 +1,201 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "gtest/gtest.h"
+#include "kernels/base/host_buffer_pool.h"
+#include "kernels/cpu/cpu_kernels.h"
+#include "tests/kernels/cpu/random_layer.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+
+ExpertLayerShape Shape(int32_t num_experts, int64_t hidden_size, int64_t intermediate_size,
+                       DType weight_dtype) {
+  ExpertLayerShape shape;
+  shape.num_local_experts = num_experts;
+  shape.hidden_size = hidden_size;
+  shape.intermediate_size = intermediate_size;
+  shape.weight_dtype = weight_dtype;
+  return shape;
+}
+
+ParallelForOptions Threads(int num_threads) {
+  ParallelForOptions options;
+  options.num_threads = num_threads;
+  return options;
+}
+
+// Every instruction set here, activation dtype and weight dtype.
+class CpuExpertKernelsTest : public testing::TestWithParam<std::tuple<CpuIsa, DType, DType>> {
+ protected:
+  const CpuIsa isa_ = std::get<0>(GetParam());
+  const DType activation_dtype_ = std::get<1>(GetParam());
+  const DType weight_dtype_ = std::get<2>(GetParam());
+
+  void Check(const RandomLayer& layer, const std::vector<int32_t>& rows_per_expert, uint64_t seed,
+             int num_threads = 2) {
+    ParallelFor parallel_for(Threads(num_threads));
+    const std::unique_ptr<ExpertKernels> kernels = layer.Load(isa_, &parallel_for);
+    const RowsByExpert rows = RandomRows(layer.shape, rows_per_expert, activation_dtype_, seed);
+    OutputByExpert by_format[2];
+    for (const ActivationFormat format :
+         {ActivationFormat::kContiguous, ActivationFormat::kBatched}) {
+      SCOPED_TRACE(FormatName(format) + " hidden " + std::to_string(layer.shape.hidden_size) +
+                   " intermediate " + std::to_string(layer.shape.intermediate_size) + " seed " +
+                   std::to_string(seed));
+      OutputByExpert& output = by_format[static_cast<int>(format)];
+      output = RunFfn(*kernels, rows, activation_dtype_, format);
+      ExpectNearReference(layer, rows, output, activation_dtype_);
+    }
+    EXPECT_EQ(by_format[0], by_format[1]);
+  }
+};
+
+TEST_P(CpuExpertKernelsTest, OddSizesSkewedAndEmptyExperts) {
+  uint64_t seed = 1;
+  for (const int64_t hidden_size : {1, 2, 31, 33, 64, 200}) {
+    for (const int64_t intermediate_size : {1, 7, 16, 33, 100}) {
+      ++seed;
+      const RandomLayer layer(Shape(5, hidden_size, intermediate_size, weight_dtype_),
+                              /*with_biases=*/false, seed);
+      Check(layer, {0, 1, 23, 0, 3}, seed);
+    }
+  }
+}
+
+// The sizes of a real model (GPT-OSS: hidden 2880), a row of each tile height and more than one row
+// tile.
+TEST_P(CpuExpertKernelsTest, LargeSizes) {
+  const RandomLayer layer(Shape(4, 2880, 72, weight_dtype_), /*with_biases=*/false, 77);
+  Check(layer, {2, 4, 13, 6}, 77);
+}
+
+TEST_P(CpuExpertKernelsTest, ActivationsWithBiases) {
+  for (const Activation activation :
+       {Activation::kSiluMul, Activation::kGeluMul, Activation::kClampedSwiGlu}) {
+    ExpertLayerShape shape = Shape(3, 50, 37, weight_dtype_);
+    shape.activation = activation;
+    shape.swiglu_limit = 1.5f;  // low enough to be reached
+    const RandomLayer layer(shape, /*with_biases=*/true, 5);
+    Check(layer, {5, 0, 9}, 5);
+  }
+}
+
+TEST_P(CpuExpertKernelsTest, ManyExpertsOneRowEach) {
+  const RandomLayer layer(Shape(64, 40, 24, weight_dtype_), /*with_biases=*/false, 9);
+  Check(layer, std::vector<int32_t>(64, 1), 9);
+  std::vector<int32_t> one_hot(64, 0);
+  one_hot[63] = 30;
+  Check(layer, one_hot, 10);
+}
+
+TEST_P(CpuExpertKernelsTest, NoRows) {
+  const RandomLayer layer(Shape(3, 8, 8, weight_dtype_), /*with_biases=*/false, 3);
+  Check(layer, {0, 0, 0}, 3);
+}
+
+std::string ParamName(const testing::TestParamInfo<std::tuple<CpuIsa, DType, DType>>& info) {
+  return std::string(CpuIsaName(std::get<0>(info.param))) + "_" +
+         std::string(DTypeName(std::get<1>(info.param))) + "_rows_" +
+         std::string(DTypeName(std::get<2>(info.param))) + "_weights";
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CpuExpertKernelsTest,
+                         testing::Combine(testing::ValuesIn(SupportedCpuIsas()),
+                                          testing::ValuesIn(kDTypes), testing::ValuesIn(kDTypes)),
+                         ParamName);
+
+// Same bytes whatever a row is computed with.
+class CpuExpertKernelsInvarianceTest : public CpuExpertKernelsTest {};
+
+TEST_P(CpuExpertKernelsInvarianceTest, ARowsBytesDependOnNothingElse) {
+  // Odd sizes, and more panels than one block so that every kernel's tail runs.
+  const RandomLayer layer(Shape(3, 131, 115, weight_dtype_), /*with_biases=*/false, 21);
+  const int64_t hidden_size = layer.shape.hidden_size;
+  ParallelFor one_thread(Threads(1));
+  const std::unique_ptr<ExpertKernels> kernels = layer.Load(isa_, &one_thread);
+  const RowsByExpert alone_rows = RandomRows(layer.shape, {0, 1, 0}, activation_dtype_, 22);
+  const OutputByExpert alone =
+      RunFfn(*kernels, alone_rows, activation_dtype_, ActivationFormat::kContiguous);
+
+  for (const int num_threads : {1, 2, 3}) {
+    ParallelFor parallel_for(Threads(num_threads));
+    const std::unique_ptr<ExpertKernels> same_kernels = layer.Load(isa_, &parallel_for);
+    for (const int32_t num_rows : {1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 25, 40}) {
+      for (const int32_t position : {0, num_rows / 2, num_rows - 1}) {
+        SCOPED_TRACE(std::to_string(num_threads) + " threads, row " + std::to_string(position) +
+                     " of " + std::to_string(num_rows));
+        RowsByExpert rows = RandomRows(layer.shape, {num_rows % 5, num_rows, num_rows % 3},
+                                       activation_dtype_, static_cast<uint64_t>(num_rows));
+        std::copy(alone_rows[1].begin(), alone_rows[1].end(),
+                  rows[1].begin() + position * hidden_size);
+        const OutputByExpert together =
+            RunFfn(*same_kernels, rows, activation_dtype_,
+                   num_rows % 2 == 0 ? ActivationFormat::kContiguous : ActivationFormat::kBatched);
+        ASSERT_EQ(std::memcmp(together[1].data() + position * hidden_size, alone[1].data(),
+                              static_cast<size_t>(hidden_size) * sizeof(float)),
+                  0);
+      }
+    }
+  }
+}
+
+// Large enough for ParallelFor to share the work, both by whole experts and by columns.
+TEST_P(CpuExpertKernelsInvarianceTest, ThreadCountsAndSchedules) {
+  const RandomLayer layer(Shape(12, 512, 288, weight_dtype_), /*with_biases=*/false, 31);
+  for (const std::vector<int32_t>& rows_per_expert :
+       {std::vector<int32_t>{9, 8, 7, 9, 8, 7, 9, 8, 7, 9, 8, 7},
+        std::vector<int32_t>{0, 0, 0, 120, 0, 1, 0, 0, 0, 0, 0, 2}}) {
+    const RowsByExpert rows = RandomRows(layer.shape, rows_per_expert, activation_dtype_, 32);
+    OutputByExpert expected;
+    for (const int num_threads : {1, 2, 3}) {
+      ParallelFor parallel_for(Threads(num_threads));
+      const std::unique_ptr<ExpertKernels> kernels = layer.Load(isa_, &parallel_for);
+      const OutputByExpert output =
+          RunFfn(*kernels, rows, activation_dtype_, ActivationFormat::kContiguous);
+      if (expected.empty()) expected = output;
+      EXPECT_EQ(output, expected) << num_threads << " threads";
+    }
+  }
+}
+
+TEST_P(CpuExpertKernelsInvarianceTest, ANanStaysInItsRow) {
+  const RandomLayer layer(Shape(1, 67, 45, weight_dtype_), /*with_biases=*/false, 41);
+  ParallelFor parallel_for(Threads(1));
+  const std::unique_ptr<ExpertKernels> kernels = layer.Load(isa_, &parallel_for);
+  for (const double bad :
+       {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
+    RowsByExpert rows = RandomRows(layer.shape, {14}, activation_dtype_, 42);
+    const OutputByExpert clean =
+        RunFfn(*kernels, rows, activation_dtype_, ActivationFormat::kBatched);
+    rows[0][5 * 67 + 3] = bad;
+    const OutputByExpert output =
+        RunFfn(*kernels, rows, activation_dtype_, ActivationFormat::kBatched);
+    for (size_t row = 0; row < 14; ++row) {
+      for (size_t column = 0; column < 67; ++column) {
+        const float value = output[0][row * 67 + column];
+        if (row == 5) {
+          EXPECT_FALSE(std::isfinite(value));
+        } else {
+          ASSERT_EQ(value, clean[0][row * 67 + column]) << row;
+        }
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CpuExpertKernelsInvarianceTest,
+                         testing::Combine(testing::ValuesIn(SupportedCpuIsas()),
+                                          testing::ValuesIn(kDTypes), testing::ValuesIn(kDTypes)),
+                         ParamName);
+
+}  // namespace
+}  // namespace expertmesh
