@@ -122,4 +122,8 @@ absl::Status ValidateModelSpec(const ModelSpec& model) {
   return absl::OkStatus();
 }
 
+int64_t ExpertWeightBytes(const ModelSpec& model, const LayerSpec& layer) {
+  return 3 * model.hidden_size * layer.intermediate_size * DTypeBytes(model.weight_dtype);
+}
+
 }  // namespace expertmesh

@@ -81,11 +81,14 @@ inline constexpr int64_t kMaxHiddenSize = int64_t{1} << 20;
 inline constexpr int64_t kMaxIntermediateSize = int64_t{1} << 20;
 inline constexpr int32_t kMaxNumExperts = 65536;
 inline constexpr int32_t kMaxTopK = 1024;
-inline constexpr int32_t kMaxNumLayers = 65536;
+inline constexpr int32_t kMaxNumLayers = 4096;
 
 // INVALID_ARGUMENT naming the first member that is out of range, its value and the limit: sizes,
 // topk <= num_experts (+ num_zero_experts), groups, layers strictly ascending, dtype known.
 absl::Status ValidateModelSpec(const ModelSpec& model);
+
+// Bytes of one expert's three matrices in ModelSpec::weight_dtype. The spec must be valid.
+int64_t ExpertWeightBytes(const ModelSpec& model, const LayerSpec& layer);
 
 }  // namespace expertmesh
 

@@ -1,0 +1,33 @@
+#include "server/model/fp8_blocks.h"
+
+#include <algorithm>
+#include <array>
+
+#include "kernels/base/dtype.h"
+
+namespace expertmesh {
+
+void DequantizeFp8Blocks(const Fp8BlockMatrix& matrix, uint16_t* out) {
+  const int64_t blocks_per_row = (matrix.cols + matrix.block_cols - 1) / matrix.block_cols;
+  // All 256 products of a block, so that an element costs one look-up.
+  std::array<uint16_t, 256> products;
+  for (int64_t row_begin = 0; row_begin < matrix.rows; row_begin += matrix.block_rows) {
+    const int64_t row_end = std::min(matrix.rows, row_begin + matrix.block_rows);
+    const float* scales = matrix.scales.data() + row_begin / matrix.block_rows * blocks_per_row;
+    for (int64_t col_begin = 0; col_begin < matrix.cols; col_begin += matrix.block_cols) {
+      const int64_t col_end = std::min(matrix.cols, col_begin + matrix.block_cols);
+      const float scale = scales[col_begin / matrix.block_cols];
+      for (int bits = 0; bits < 256; ++bits) {
+        products[bits] = FloatToBFloat16(Float8E4M3ToFloat(static_cast<uint8_t>(bits)) * scale);
+      }
+      for (int64_t row = row_begin; row < row_end; ++row) {
+        for (int64_t col = col_begin; col < col_end; ++col) {
+          const int64_t i = row * matrix.cols + col;
+          out[i] = products[static_cast<uint8_t>(matrix.values[i])];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace expertmesh

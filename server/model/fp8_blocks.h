@@ -1,0 +1,27 @@
+#ifndef EXPERTMESH_SERVER_MODEL_FP8_BLOCKS_H_
+#define EXPERTMESH_SERVER_MODEL_FP8_BLOCKS_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/types/span.h"
+
+namespace expertmesh {
+
+// A float8_e4m3 matrix with one scale for each block of block_rows x block_cols (the last blocks of
+// a row or column may be smaller).
+struct Fp8BlockMatrix {
+  absl::Span<const std::byte> values;  // [rows, cols]
+  absl::Span<const float> scales;      // [ceil(rows / block_rows), ceil(cols / block_cols)]
+  int64_t rows = 0;
+  int64_t cols = 0;
+  int64_t block_rows = 0;
+  int64_t block_cols = 0;
+};
+
+// out[rows, cols] in bfloat16: value · scale in float32, rounded once.
+void DequantizeFp8Blocks(const Fp8BlockMatrix& matrix, uint16_t* out);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_MODEL_FP8_BLOCKS_H_
