@@ -1,0 +1,306 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "gtest/gtest.h"
+#include "kernels/cpu/cpu_kernels.h"
+#include "tests/kernels/cpu/random_layer.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+constexpr std::byte kPoison{0xab};
+
+class CpuRowOpsTest : public testing::TestWithParam<std::tuple<CpuIsa, DType>> {
+ protected:
+  CpuRowOpsTest() {
+    ParallelForOptions options;
+    options.num_threads = 2;
+    parallel_for_ = std::make_unique<ParallelFor>(options);
+    row_ops_ = NewCpuRowOps(std::get<0>(GetParam()), parallel_for_.get()).value();
+  }
+
+  void Gather(const GatherRowsParams& params) {
+    const absl::Status status = row_ops_->GatherRows(params, *stream_);
+    ASSERT_TRUE(status.ok()) << status;
+    ASSERT_TRUE(stream_->Wait(absl::InfiniteFuture()).ok());
+  }
+  void Sum(const SumRowsParams& params) {
+    const absl::Status status = row_ops_->SumRows(params, *stream_);
+    ASSERT_TRUE(status.ok()) << status;
+    ASSERT_TRUE(stream_->Wait(absl::InfiniteFuture()).ok());
+  }
+
+  const DType dtype_ = std::get<1>(GetParam());
+  const int64_t element_bytes_ = DTypeBytes(dtype_);
+  std::unique_ptr<ParallelFor> parallel_for_;
+  std::unique_ptr<RowOps> row_ops_;
+  std::unique_ptr<Stream> stream_ = NewInlineHostStream();
+  std::mt19937_64 random_{7};
+};
+
+// Three spans, one of them empty and one that starts at an odd address.
+TEST_P(CpuRowOpsTest, GathersFromUnalignedSpans) {
+  for (const int64_t hidden_size : {1, 15, 16, 33, 300}) {
+    SCOPED_TRACE(hidden_size);
+    const int64_t row_bytes = hidden_size * element_bytes_;
+    const std::vector<double> values = RandomValues(random_, 10 * hidden_size, 1.0, dtype_);
+    std::vector<std::byte> bytes = ToBytes(values, dtype_);
+    std::vector<std::byte> first(bytes.begin(), bytes.begin() + 3 * row_bytes);
+    std::vector<std::byte> second(static_cast<size_t>(7 * row_bytes) + 1);
+    std::copy(bytes.begin() + 3 * row_bytes, bytes.end(), second.begin() + 1);
+    const RowSpan sources[] = {{first.data(), 3}, {nullptr, 0}, {second.data() + 1, 7}};
+    const int32_t indices[] = {9, 0, 3, 2, 3, 0};
+    std::vector<std::byte> output(static_cast<size_t>(6 * row_bytes) + 1, kPoison);
+    GatherRowsParams params;
+    params.sources = sources;
+    params.hidden_size = hidden_size;
+    params.dtype = dtype_;
+    params.row_indices = indices;
+    params.output = output.data();
+    Gather(params);
+    for (int64_t i = 0; i < 6; ++i) {
+      EXPECT_EQ(std::memcmp(output.data() + i * row_bytes, bytes.data() + indices[i] * row_bytes,
+                            static_cast<size_t>(row_bytes)),
+                0);
+    }
+    EXPECT_EQ(output.back(), kPoison);
+  }
+}
+
+TEST_P(CpuRowOpsTest, GathersToDestinations) {
+  const int64_t hidden_size = 20;
+  const int64_t row_bytes = hidden_size * element_bytes_;
+  const std::vector<std::byte> bytes =
+      ToBytes(RandomValues(random_, 2 * hidden_size, 1.0, dtype_), dtype_);
+  const RowSpan source = {bytes.data(), 2};
+  const int32_t indices[] = {1, 0};
+  const int64_t destinations[] = {4, 2};
+  std::vector<std::byte> output(static_cast<size_t>(6 * row_bytes), kPoison);
+  GatherRowsParams params;
+  params.sources = absl::MakeConstSpan(&source, 1);
+  params.hidden_size = hidden_size;
+  params.dtype = dtype_;
+  params.row_indices = indices;
+  params.destination_indices = destinations;
+  params.output = output.data();
+  Gather(params);
+  const std::vector<std::byte> untouched(static_cast<size_t>(row_bytes), kPoison);
+  for (int64_t row = 0; row < 6; ++row) {
+    const std::byte* expected = untouched.data();
+    if (row == 4) expected = bytes.data() + row_bytes;
+    if (row == 2) expected = bytes.data();
+    EXPECT_EQ(std::memcmp(output.data() + row * row_bytes, expected, untouched.size()), 0) << row;
+  }
+}
+
+// round(x * round(w)), exactly: the product of two values of a 16-bit dtype is exact in float64, of
+// float32 as well.
+TEST_P(CpuRowOpsTest, GathersWeighted) {
+  for (const int64_t hidden_size : {1, 17, 64, 129}) {
+    const std::vector<double> values = RandomValues(random_, 3 * hidden_size, 1.0, dtype_);
+    const std::vector<std::byte> bytes = ToBytes(values, dtype_);
+    const RowSpan source = {bytes.data(), 3};
+    const int32_t indices[] = {2, 0, 2, 1};
+    const float weights[] = {0.3f, -1.7f, 0.0f, 1e-3f};
+    std::vector<std::byte> output(static_cast<size_t>(4 * hidden_size * element_bytes_));
+    GatherRowsParams params;
+    params.sources = absl::MakeConstSpan(&source, 1);
+    params.hidden_size = hidden_size;
+    params.dtype = dtype_;
+    params.row_indices = indices;
+    params.weights = weights;
+    params.output = output.data();
+    Gather(params);
+    for (int64_t i = 0; i < 4; ++i) {
+      const double weight = ReferenceRound(static_cast<double>(weights[i]), RoundingOf(dtype_));
+      for (int64_t j = 0; j < hidden_size; ++j) {
+        const double x = values[static_cast<size_t>(indices[i] * hidden_size + j)];
+        ASSERT_EQ(static_cast<double>(LoadFloat(output.data(), dtype_, i * hidden_size + j)),
+                  ReferenceRound(x * weight, RoundingOf(dtype_)));
+      }
+    }
+  }
+}
+
+// Float32 sums, products rounded first, in the order of the entries: exactly this, on every
+// instruction set.
+TEST_P(CpuRowOpsTest, SumsInOrder) {
+  const std::vector<int64_t> offsets = {0, 1, 1, 5, 13};
+  const std::vector<int64_t> indices = {4, 0, 1, 2, 1, 3, 3, 4, 0, 1, 2, 5, 5};
+  std::vector<float> weights;
+  std::normal_distribution<float> normal;
+  for (size_t i = 0; i < indices.size(); ++i) weights.push_back(normal(random_));
+  for (const DType output_dtype : kDTypes) {
+    for (const int64_t hidden_size : {1, 15, 16, 127, 128, 400}) {
+      for (const bool weighted : {false, true}) {
+        SCOPED_TRACE(std::string(DTypeName(output_dtype)) + " hidden " +
+                     std::to_string(hidden_size));
+        const std::vector<std::byte> rows =
+            ToBytes(RandomValues(random_, 6 * hidden_size, 1.0, dtype_), dtype_);
+        const int64_t num_output = 4 * hidden_size;
+        std::vector<std::byte> output(
+            static_cast<size_t>(num_output * DTypeBytes(output_dtype)) + 1, kPoison);
+        SumRowsParams params;
+        params.rows = rows.data();
+        params.rows_dtype = dtype_;
+        params.hidden_size = hidden_size;
+        params.offsets = offsets;
+        params.row_indices = indices;
+        if (weighted) params.weights = weights;
+        params.output = output.data();
+        params.output_dtype = output_dtype;
+        Sum(params);
+        EXPECT_EQ(output.back(), kPoison);
+        for (int64_t t = 0; t < 4; ++t) {
+          for (int64_t column = 0; column < hidden_size; ++column) {
+            volatile float sum = 0.0f;
+            for (int64_t j = offsets[static_cast<size_t>(t)];
+                 j < offsets[static_cast<size_t>(t) + 1]; ++j) {
+              const size_t entry = static_cast<size_t>(j);
+              const float x = LoadFloat(rows.data(), dtype_, indices[entry] * hidden_size + column);
+              volatile float product = weighted ? weights[entry] * x : x;
+              sum = sum + product;
+            }
+            float rounded = 0.0f;
+            StoreFloat(&rounded, output_dtype, 0, sum);
+            ASSERT_EQ(LoadFloat(output.data(), output_dtype, t * hidden_size + column),
+                      LoadFloat(&rounded, output_dtype, 0));
+          }
+        }
+      }
+    }
+  }
+}
+
+// Narrowing as dtype.h says, where vector instructions have their own ideas: ties, subnormals,
+// overflow, NaN.
+TEST_P(CpuRowOpsTest, RoundsAsTheScalarConversions) {
+  std::vector<float> values;
+  for (uint32_t bits = 0; bits < 0xffff0000u; bits += 0x3fffu) {
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    values.push_back(value);
+  }
+  const int64_t count = static_cast<int64_t>(values.size());
+  const std::vector<int64_t> offsets = {0, 1};
+  const std::vector<int64_t> indices = {0};
+  std::vector<std::byte> output(static_cast<size_t>(count * element_bytes_));
+  SumRowsParams params;
+  params.rows = reinterpret_cast<const std::byte*>(values.data());
+  params.rows_dtype = DType::kFloat32;
+  params.hidden_size = count;
+  params.offsets = offsets;
+  params.row_indices = indices;
+  params.output = output.data();
+  params.output_dtype = dtype_;
+  Sum(params);
+  for (int64_t i = 0; i < count; ++i) {
+    float rounded = 0.0f;
+    StoreFloat(&rounded, dtype_, 0, 0.0f + values[static_cast<size_t>(i)]);
+    const float expected = LoadFloat(&rounded, dtype_, 0);
+    const float actual = LoadFloat(output.data(), dtype_, i);
+    if (std::isnan(expected)) {
+      ASSERT_TRUE(std::isnan(actual));
+    } else {
+      ASSERT_EQ(actual, expected) << values[static_cast<size_t>(i)];
+    }
+  }
+}
+
+// Enough rows for both threads.
+TEST_P(CpuRowOpsTest, LargeGatherAndSum) {
+  const int64_t hidden_size = 512;
+  const int32_t num_rows = 6000;
+  const std::vector<std::byte> rows =
+      ToBytes(RandomValues(random_, num_rows * hidden_size, 1.0, dtype_), dtype_);
+  const RowSpan source = {rows.data(), num_rows};
+  std::vector<int32_t> indices(static_cast<size_t>(num_rows));
+  for (int32_t i = 0; i < num_rows; ++i) indices[static_cast<size_t>(i)] = num_rows - 1 - i;
+  std::vector<std::byte> reversed(rows.size(), kPoison);
+  GatherRowsParams gather;
+  gather.sources = absl::MakeConstSpan(&source, 1);
+  gather.hidden_size = hidden_size;
+  gather.dtype = dtype_;
+  gather.row_indices = indices;
+  gather.output = reversed.data();
+  Gather(gather);
+
+  std::vector<int64_t> offsets = {0};
+  std::vector<int64_t> entries;
+  for (int32_t i = 0; i < num_rows; ++i) {
+    entries.push_back(num_rows - 1 - i);
+    offsets.push_back(static_cast<int64_t>(entries.size()));
+  }
+  std::vector<std::byte> restored(rows.size(), kPoison);
+  SumRowsParams sum;
+  sum.rows = reversed.data();
+  sum.rows_dtype = dtype_;
+  sum.hidden_size = hidden_size;
+  sum.offsets = offsets;
+  sum.row_indices = entries;
+  sum.output = restored.data();
+  sum.output_dtype = dtype_;
+  Sum(sum);
+  EXPECT_EQ(restored, rows);
+}
+
+TEST_P(CpuRowOpsTest, RefusesWhatDoesNotFit) {
+  std::vector<std::byte> memory(1000);
+  const RowSpan source = {memory.data(), 3};
+  const int32_t good_indices[] = {0, 2};
+  const int32_t bad_indices[] = {0, 3};
+  const float weights[] = {1, 1, 1};
+  GatherRowsParams gather;
+  gather.sources = absl::MakeConstSpan(&source, 1);
+  gather.hidden_size = 4;
+  gather.dtype = dtype_;
+  gather.row_indices = good_indices;
+  gather.output = memory.data();
+  const auto gather_code = [&] { return row_ops_->GatherRows(gather, *stream_).code(); };
+  EXPECT_EQ(gather_code(), absl::StatusCode::kOk);
+  gather.row_indices = bad_indices;
+  EXPECT_EQ(gather_code(), absl::StatusCode::kInvalidArgument);
+  gather.row_indices = good_indices;
+  gather.weights = weights;
+  EXPECT_EQ(gather_code(), absl::StatusCode::kInvalidArgument);
+  gather.weights = {};
+  gather.dtype = DType::kInt8;
+  EXPECT_EQ(gather_code(), absl::StatusCode::kInvalidArgument);
+
+  const int64_t offsets[] = {0, 2};
+  const int64_t indices[] = {0, 1};
+  SumRowsParams sum;
+  sum.rows = memory.data();
+  sum.rows_dtype = dtype_;
+  sum.hidden_size = 4;
+  sum.offsets = offsets;
+  sum.row_indices = indices;
+  sum.output = memory.data() + 500;
+  sum.output_dtype = dtype_;
+  const auto sum_code = [&] { return row_ops_->SumRows(sum, *stream_).code(); };
+  EXPECT_EQ(sum_code(), absl::StatusCode::kOk);
+  sum.row_indices = absl::MakeConstSpan(indices, 1);
+  EXPECT_EQ(sum_code(), absl::StatusCode::kInvalidArgument);
+  sum.row_indices = indices;
+  sum.output_dtype = DType::kInt64;
+  EXPECT_EQ(sum_code(), absl::StatusCode::kInvalidArgument);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CpuRowOpsTest,
+                         testing::Combine(testing::ValuesIn(SupportedCpuIsas()),
+                                          testing::ValuesIn(kDTypes)),
+                         [](const testing::TestParamInfo<std::tuple<CpuIsa, DType>>& instance) {
+                           return std::string(CpuIsaName(std::get<0>(instance.param))) + "_" +
+                                  std::string(DTypeName(std::get<1>(instance.param)));
+                         });
+
+}  // namespace
+}  // namespace expertmesh
