@@ -1,0 +1,95 @@
+#include "server/dispatch/combine.h"
+
+#include <numeric>
+
+namespace expertmesh {
+
+absl::StatusOr<PartialSums> PlanPartialSums(const StepSlice& slice, const Permutation& permutation,
+                                            StepArena* host_arena) {
+  const bool weight_on_input = slice.header.apply_router_weight_on_input;
+  PartialSums sums;
+  if (slice.header.combine == CombineMode::kSum) {
+    sums.offsets = slice.pair_offsets;
+    sums.rows = permutation.pair_rows;
+    if (!weight_on_input) sums.weights = slice.pair_weights;
+    return sums;
+  }
+
+  // Distinct experts of each row in order of first k. A duplicate names the place of an earlier
+  // pair of the same row.
+  const int64_t num_partials =
+      std::accumulate(slice.return_send_counts.begin(), slice.return_send_counts.end(), int64_t{0});
+  absl::StatusOr<absl::Span<int64_t>> offsets = host_arena->AllocateSpan<int64_t>(num_partials + 1);
+  if (!offsets.ok()) return offsets.status();
+  std::iota(offsets->begin(), offsets->end(), 0);
+  absl::StatusOr<absl::Span<int64_t>> rows = host_arena->AllocateSpan<int64_t>(num_partials);
+  if (!rows.ok()) return rows.status();
+  // Places of the format that have been taken: a row's places are its own.
+  absl::StatusOr<absl::Span<bool>> taken = host_arena->AllocateSpan<bool>(permutation.num_rows);
+  if (!taken.ok()) return taken.status();
+  std::fill(taken->begin(), taken->end(), false);
+  int64_t num_rows = 0;
+  for (const int64_t row : permutation.pair_rows) {
+    if ((*taken)[row]) continue;
+    (*taken)[row] = true;
+    (*rows)[num_rows++] = row;
+  }
+  sums.offsets = *offsets;
+  sums.rows = *rows;
+  return sums;
+}
+
+absl::Status ComputePartials(const PartialSums& sums, int64_t first, int64_t last,
+                             const StepSlice& slice, const float* expert_output, std::byte* output,
+                             const DispatchContext& context) {
+  if (first == last) return absl::OkStatus();
+  SumRowsParams params;
+  params.rows = reinterpret_cast<const std::byte*>(expert_output);
+  params.rows_dtype = DType::kFloat32;
+  params.hidden_size = context.hidden_size;
+  params.offsets = sums.offsets.subspan(first, last - first + 1);
+  params.row_indices = sums.rows;
+  params.weights = sums.weights;
+  params.output = output;
+  params.output_dtype = slice.header.combine_dtype;
+  return context.row_ops->SumRows(params, *context.stream);
+}
+
+absl::Status SumReturned(const StepSlice& slice, const std::byte* returned, std::byte* output,
+                         const DispatchContext& context) {
+  if (slice.num_source_tokens == 0) return absl::OkStatus();
+  SumRowsParams params;
+  params.rows = returned;
+  params.rows_dtype = slice.header.combine_dtype;
+  params.hidden_size = context.hidden_size;
+  params.offsets = slice.sum_offsets;
+  params.row_indices = slice.sum_rows;
+  params.weights = slice.sum_weights;
+  params.output = output;
+  params.output_dtype = slice.header.output_dtype;
+
+  // The plan numbers all blocks by ascending rank; the rank's own block lies behind the others.
+  int64_t own_first = 0;
+  for (int32_t rank = 0; rank < slice.ep_rank; ++rank) own_first += slice.return_recv_counts[rank];
+  const int64_t num_own = slice.return_recv_counts[slice.ep_rank];
+  int64_t num_returned = own_first;
+  for (int32_t rank = slice.ep_rank; rank < slice.ep_size; ++rank) {
+    num_returned += slice.return_recv_counts[rank];
+  }
+  const int64_t own_last = own_first + num_own;
+  if (own_last != num_returned && num_own > 0) {
+    absl::StatusOr<absl::Span<int64_t>> rows =
+        context.host_arena->AllocateSpan<int64_t>(static_cast<int64_t>(slice.sum_rows.size()));
+    if (!rows.ok()) return rows.status();
+    for (size_t i = 0; i < slice.sum_rows.size(); ++i) {
+      const int64_t row = slice.sum_rows[i];
+      (*rows)[i] = row < own_first   ? row
+                   : row >= own_last ? row - num_own
+                                     : row + (num_returned - own_last);
+    }
+    params.row_indices = *rows;
+  }
+  return context.row_ops->SumRows(params, *context.stream);
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,49 @@
+#ifndef EXPERTMESH_SERVER_DISPATCH_COMBINE_H_
+#define EXPERTMESH_SERVER_DISPATCH_COMBINE_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "server/dispatch/dispatch_strategy.h"
+#include "server/dispatch/permute.h"
+#include "server/planning/step_plan.h"
+
+namespace expertmesh {
+
+// The one combine of DESIGN section 4 (Numbers), for every strategy. Its two halves:
+//
+//   owner    kSum: each received row's expert outputs, weighted, summed in float32 by ascending k,
+//            rounded to combine_dtype. kPerExpert: each expert output rounded to combine_dtype.
+//            The owner's own tokens too, so that where a token's source is cannot change a byte.
+//   source   what came home, summed in float32, rounded once to output_dtype. kSum: by ascending
+//            owner rank. kPerExpert: weighted, by ascending k.
+
+// The owner's half as sums over rows of the experts' output: partial i adds the entries
+// [offsets[i], offsets[i + 1]). Partials lie in the order of the received rows, so each source
+// rank's are consecutive.
+struct PartialSums {
+  absl::Span<const int64_t> offsets;  // [num_partials + 1]
+  absl::Span<const int64_t> rows;     // [offsets.back()] of the experts' output
+  absl::Span<const float> weights;    // [offsets.back()], or empty: not weighted here
+};
+
+// The spans live in `host_arena`, the slice or the permutation.
+absl::StatusOr<PartialSums> PlanPartialSums(const StepSlice& slice, const Permutation& permutation,
+                                            StepArena* host_arena);
+
+// Enqueues the partials [first, last) into `output` [last - first, hidden_size] in combine_dtype.
+absl::Status ComputePartials(const PartialSums& sums, int64_t first, int64_t last,
+                             const StepSlice& slice, const float* expert_output, std::byte* output,
+                             const DispatchContext& context);
+
+// Enqueues the source's half into `output` [num_source_tokens, hidden_size]. `returned`: the
+// partials that came home, those of other ranks by ascending rank, then the rank's own.
+absl::Status SumReturned(const StepSlice& slice, const std::byte* returned, std::byte* output,
+                         const DispatchContext& context);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_DISPATCH_COMBINE_H_

@@ -1,0 +1,26 @@
+#include "server/dispatch/dispatch_strategy.h"
+
+#include "absl/strings/str_cat.h"
+#include "server/dispatch/all_to_all.h"
+#include "server/dispatch/passthrough.h"
+
+namespace expertmesh {
+
+absl::StatusOr<const DispatchStrategy*> FindDispatchStrategy(DispatchMode mode) {
+  static const PassthroughStrategy passthrough;
+  static const AllToAllStrategy all_to_all;
+  switch (mode) {
+    case DispatchMode::kPassthrough:
+      return &passthrough;
+    case DispatchMode::kAllToAll:
+      return &all_to_all;
+    case DispatchMode::kAuto:
+    case DispatchMode::kAllGatherReduceScatter:
+    case DispatchMode::kDirect:
+      break;
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("slice.strategy: a rank cannot run ", DispatchModeName(mode)));
+}
+
+}  // namespace expertmesh

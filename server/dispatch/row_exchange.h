@@ -1,0 +1,63 @@
+#ifndef EXPERTMESH_SERVER_DISPATCH_ROW_EXCHANGE_H_
+#define EXPERTMESH_SERVER_DISPATCH_ROW_EXCHANGE_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "server/dispatch/combine.h"
+#include "server/dispatch/dispatch_strategy.h"
+#include "server/dispatch/permute.h"
+
+namespace expertmesh {
+
+// One step of passthrough or all_to_all on one rank. Rows for experts of the rank itself never
+// enter a send buffer: they are gathered from the shard straight into their places, and their
+// partials are written straight to where the sum reads them. So with one rank nothing is left of
+// the exchange, and passthrough is this class without a communicator.
+class RowExchange : public DispatchHandle {
+ public:
+  // First phase. Without a communicator in `context` all rows must be the rank's own.
+  static absl::StatusOr<std::unique_ptr<DispatchHandle>> Start(
+      const StepSlice& slice, absl::Span<const RowSpan> hidden_states,
+      const DispatchContext& context);
+
+  absl::StatusOr<ExpertRows> Permute() override;
+  absl::Status Combine(const float* expert_output) override;
+  absl::Status Finish(std::byte* output) override;
+
+ private:
+  // Rows of other ranks before and after the rank's own block, in the order of ranks.
+  struct Blocks {
+    explicit Blocks(absl::Span<const int64_t> counts, int32_t ep_rank);
+    int64_t own_first = 0;
+    int64_t own_last = 0;
+    int64_t total = 0;
+    int64_t num_own() const { return own_last - own_first; }
+    int64_t num_remote() const { return total - num_own(); }
+  };
+
+  RowExchange(const StepSlice& slice, const DispatchContext& context);
+
+  absl::Status SendRows(absl::Span<const RowSpan> hidden_states);
+  absl::Status GatherSendRows(int64_t first, int64_t last, std::byte* output);
+  absl::StatusOr<std::byte*> AllocateRows(int64_t num_rows, int64_t element_bytes);
+  // Bytes to or from each rank, none for the rank's own rows.
+  absl::StatusOr<absl::Span<const int64_t>> RemoteBytes(absl::Span<const int64_t> counts,
+                                                        int64_t element_bytes);
+  absl::Status AllToAll(uint32_t operation, const std::byte* send,
+                        absl::Span<const int64_t> send_counts, std::byte* receive,
+                        absl::Span<const int64_t> receive_counts, int64_t element_bytes);
+
+  const StepSlice& slice_;
+  const DispatchContext context_;
+  const int64_t activation_bytes_;  // of one element
+  const int64_t combine_bytes_;     // of one element
+  std::vector<RowSpan> sources_;    // the shard, then the rows of other ranks
+  Permutation permutation_;
+  std::byte* returned_ = nullptr;
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_DISPATCH_ROW_EXCHANGE_H_
