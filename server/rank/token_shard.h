@@ -21,14 +21,14 @@ struct TokenShard {
 // output dtype, in host memory of `arena`.
 struct ShardOutput {
   std::shared_ptr<StepArena> arena;
-  const std::byte *rows = nullptr;
+  const std::byte* rows = nullptr;
   int64_t num_rows = 0;
 };
 
 struct StepTimings {
   int64_t dispatch_micros = 0;  // until the rows have arrived
-  int64_t compute_micros = 0;   // permute, FFN, owner's partials
-  int64_t combine_micros = 0;   // partials home and summed
+  int64_t compute_micros = 0;   // permute and FFN
+  int64_t combine_micros = 0;   // owner's partials, home, and summed
 };
 
 }  // namespace expertmesh

@@ -1,0 +1,51 @@
+#ifndef EXPERTMESH_SERVER_RANK_RANK_BACKEND_H_
+#define EXPERTMESH_SERVER_RANK_RANK_BACKEND_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/statusor.h"
+#include "kernels/base/buffer.h"
+#include "kernels/base/parallel_for.h"
+#include "kernels/base/stream.h"
+#include "kernels/cpu/cpu_kernels.h"
+#include "kernels/expert_kernels.h"
+#include "kernels/row_ops.h"
+
+namespace expertmesh {
+
+// The device that one rank computes on: where its rows live and who works on them. One step at a
+// time.
+class RankBackend {
+ public:
+  virtual ~RankBackend() = default;
+
+  virtual const char* instruction_set() const = 0;
+  // Memory for rows on the device, and host memory for indices and outputs; the same where the
+  // device is the host. Shared, because outputs outlive steps and may outlive the rank.
+  virtual const std::shared_ptr<Allocator>& device_allocator() const = 0;
+  virtual const std::shared_ptr<Allocator>& host_allocator() const = 0;
+  virtual std::unique_ptr<Stream> NewStream() = 0;
+  virtual RowOps& row_ops() = 0;
+  // Errors as NewCpuExpertKernels.
+  virtual absl::StatusOr<std::unique_ptr<ExpertKernels>> NewExpertKernels(
+      const ExpertLayerShape& shape) = 0;
+  // Calls load(i) once for every i in [0, n), on as many threads as the rank has. Blocking.
+  virtual void ForEachLoad(int64_t n, absl::FunctionRef<void(int64_t)> load) = 0;
+};
+
+struct CpuRankBackendOptions {
+  CpuIsa isa = CpuIsa::kPortable;
+  ParallelForOptions threads;
+  std::shared_ptr<Allocator> allocator;  // host memory
+};
+
+// Streams are inline: the thread that runs a step is the rank's thread. FAILED_PRECONDITION when
+// this machine lacks the instruction set.
+absl::StatusOr<std::unique_ptr<RankBackend>> NewCpuRankBackend(
+    const CpuRankBackendOptions& options);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_RANK_RANK_BACKEND_H_

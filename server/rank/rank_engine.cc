@@ -1,0 +1,123 @@
+#include "server/rank/rank_engine.h"
+
+#include <mutex>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/rank/rank_step.h"
+
+namespace expertmesh {
+
+RankEngine::RankEngine(RankEngineOptions options)
+    : options_(std::move(options)),
+      device_arenas_(options_.backend->device_allocator().get()),
+      host_arenas_(options_.backend->host_allocator().get()) {}
+
+RankEngine::~RankEngine() = default;
+
+absl::Status RankEngine::LoadLayer(const WeightSource& source, const LayerSpec& layer_spec,
+                                   const Placement& placement,
+                                   absl::FunctionRef<void(int64_t num_bytes)> progress) {
+  const ModelSpec& model = source.model();
+  if (FindLayer(model.name, layer_spec.index) != nullptr) {
+    return absl::AlreadyExistsError(absl::StrCat("rank ", ep_rank(), " holds layer ",
+                                                 layer_spec.index, " of model ", model.name));
+  }
+  if (placement.ep_size() != ep_size() || placement.num_experts() != layer_spec.num_experts) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("placement: of ", placement.num_experts(), " experts on ", placement.ep_size(),
+                     " ranks, not of ", layer_spec.num_experts, " on ", ep_size()));
+  }
+  const absl::Span<const int32_t> local_experts = placement.local_experts(ep_rank());
+  Layer layer;
+  layer.num_local_experts = static_cast<int32_t>(local_experts.size());
+  layer.hidden_size = model.hidden_size;
+  if (!local_experts.empty()) {
+    ExpertLayerShape shape;
+    shape.num_local_experts = layer.num_local_experts;
+    shape.hidden_size = model.hidden_size;
+    shape.intermediate_size = layer_spec.intermediate_size;
+    shape.weight_dtype = model.weight_dtype;
+    shape.activation = model.activation;
+    shape.swiglu_alpha = model.swiglu_alpha;
+    shape.swiglu_limit = model.swiglu_limit;
+    absl::StatusOr<std::unique_ptr<ExpertKernels>> kernels = backend().NewExpertKernels(shape);
+    if (!kernels.ok()) return kernels.status();
+    layer.kernels = *std::move(kernels);
+  }
+
+  const int64_t expert_bytes =
+      3 * model.hidden_size * layer_spec.intermediate_size * DTypeBytes(model.weight_dtype);
+  std::mutex mutex;
+  absl::Status first_error;
+  backend().ForEachLoad(layer.num_local_experts, [&](int64_t local_expert_id) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (!first_error.ok()) return;
+    }
+    absl::StatusOr<LoadedExpert> expert =
+        source.LoadExpert(layer_spec.index, local_experts[local_expert_id]);
+    absl::Status status = expert.status();
+    if (status.ok()) {
+      status = layer.kernels->LoadExpert(static_cast<int32_t>(local_expert_id), expert->weights);
+    }
+    if (!status.ok()) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      first_error.Update(status);
+      return;
+    }
+    progress(expert_bytes);
+  });
+  if (!first_error.ok()) return first_error;
+  models_[model.name][layer_spec.index] = std::move(layer);
+  return absl::OkStatus();
+}
+
+int64_t RankEngine::weight_bytes() const {
+  int64_t total = 0;
+  for (const auto& [model, layers] : models_) {
+    for (const auto& [index, layer] : layers) {
+      if (layer.kernels != nullptr) total += layer.kernels->weight_bytes();
+    }
+  }
+  return total;
+}
+
+void RankEngine::EnterEpoch(uint64_t incarnation, uint64_t epoch,
+                            std::unique_ptr<Communicator> communicator) {
+  incarnation_ = incarnation;
+  epoch_ = epoch;
+  communicator_ = std::move(communicator);
+}
+
+void RankEngine::Abort(const absl::Status& reason) {
+  if (communicator_ != nullptr) communicator_->Abort(reason);
+}
+
+absl::StatusOr<std::unique_ptr<RankStep>> RankEngine::Begin(StepSlice slice, TokenShard shard) {
+  if (slice.header.incarnation != incarnation_ || slice.header.epoch != epoch_) {
+    return absl::UnavailableError(absl::StrCat(
+        "slice: of incarnation ", slice.header.incarnation, " epoch ", slice.header.epoch,
+        ", rank ", ep_rank(), " is in incarnation ", incarnation_, " epoch ", epoch_));
+  }
+  std::unique_ptr<RankStep> step(new RankStep(*this, std::move(slice), std::move(shard)));
+  if (absl::Status status = step->Keep(step->Begin()); !status.ok()) return status;
+  return step;
+}
+
+absl::StatusOr<RankStepResult> RankEngine::RunStep(StepSlice slice, TokenShard shard,
+                                                   absl::Time deadline) {
+  absl::StatusOr<std::unique_ptr<RankStep>> step = Begin(std::move(slice), std::move(shard));
+  if (!step.ok()) return step.status();
+  if (absl::Status status = (*step)->Compute(); !status.ok()) return status;
+  return (*step)->Finish(deadline);
+}
+
+const RankEngine::Layer* RankEngine::FindLayer(const std::string& model, int32_t layer) const {
+  const auto layers = models_.find(model);
+  if (layers == models_.end()) return nullptr;
+  const auto found = layers->second.find(layer);
+  return found == layers->second.end() ? nullptr : &found->second;
+}
+
+}  // namespace expertmesh

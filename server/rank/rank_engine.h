@@ -1,0 +1,99 @@
+#ifndef EXPERTMESH_SERVER_RANK_RANK_ENGINE_H_
+#define EXPERTMESH_SERVER_RANK_RANK_ENGINE_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "kernels/base/step_arena.h"
+#include "kernels/expert_kernels.h"
+#include "server/comm/communicator.h"
+#include "server/model/placement.h"
+#include "server/model/weight_source.h"
+#include "server/planning/step_plan.h"
+#include "server/rank/rank_backend.h"
+#include "server/rank/token_shard.h"
+
+namespace expertmesh {
+
+struct RankEngineOptions {
+  int32_t ep_rank = 0;
+  int32_t ep_size = 1;
+  std::unique_ptr<RankBackend> backend;
+  ActivationFormat format = ActivationFormat::kContiguous;  // of the rows given to the kernels
+};
+
+struct RankStepResult {
+  ShardOutput output;
+  StepTimings timings;
+};
+
+class RankStep;
+
+// One rank: its experts' packed weights, and its part of a step. It does not know where its slice
+// and its shard came from. One step at a time; all functions by one thread at a time, except
+// Abort.
+class RankEngine {
+ public:
+  explicit RankEngine(RankEngineOptions options);
+  ~RankEngine();
+
+  int32_t ep_rank() const { return options_.ep_rank; }
+  int32_t ep_size() const { return options_.ep_size; }
+  RankBackend& backend() { return *options_.backend; }
+
+  // Packs this rank's experts of one layer. Blocking, on the rank's threads. `progress` gets the
+  // bytes of each expert as it was read; from any of these threads, several at once. Nothing is
+  // kept when it fails. ALREADY_EXISTS for a layer that is held; otherwise errors of `source` and
+  // of the kernels.
+  absl::Status LoadLayer(const WeightSource& source, const LayerSpec& layer,
+                         const Placement& placement,
+                         absl::FunctionRef<void(int64_t num_bytes)> progress);
+  // Packed bytes of all layers.
+  int64_t weight_bytes() const;
+
+  // Enters an epoch with its communicator (null where ep_size is 1 and none is wanted). No step may
+  // be in progress.
+  void EnterEpoch(uint64_t incarnation, uint64_t epoch, std::unique_ptr<Communicator> communicator);
+
+  // Aborts the epoch's communicator, if there is one: steps in progress on all its ranks end.
+  // Any thread, but not during EnterEpoch.
+  void Abort(const absl::Status& reason);
+
+  // First phase of a step: see RankStep. A slice of another epoch is refused with UNAVAILABLE and
+  // nothing happens. After any other error the communicator is aborted, because the peers count on
+  // this rank: INVALID_ARGUMENT for a slice or shard that is inconsistent or does not fit what the
+  // rank holds, NOT_FOUND for a model or layer that it does not hold, RESOURCE_EXHAUSTED.
+  absl::StatusOr<std::unique_ptr<RankStep>> Begin(StepSlice slice, TokenShard shard);
+
+  // All phases. Blocking; every other rank must run the step on another thread.
+  absl::StatusOr<RankStepResult> RunStep(StepSlice slice, TokenShard shard, absl::Time deadline);
+
+ private:
+  friend class RankStep;
+  struct Layer {
+    int32_t num_local_experts = 0;
+    int64_t hidden_size = 0;
+    std::unique_ptr<ExpertKernels> kernels;  // null when the rank holds none of the experts
+  };
+
+  const Layer* FindLayer(const std::string& model, int32_t layer) const;
+
+  const RankEngineOptions options_;
+  StepArenaPool device_arenas_;
+  StepArenaPool host_arenas_;
+  std::map<std::string, std::map<int32_t, Layer>> models_;
+  uint64_t incarnation_ = 0;
+  uint64_t epoch_ = 0;
+  std::unique_ptr<Communicator> communicator_;
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_RANK_RANK_ENGINE_H_

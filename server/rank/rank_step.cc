@@ -1,0 +1,195 @@
+#include "server/rank/rank_step.h"
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/base/checked_math.h"
+#include "server/planning/slice_check.h"
+
+namespace expertmesh {
+namespace {
+
+int64_t NowNanos() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// An output's bytes with everything that keeps them: responses outlive steps.
+struct OutputMemory {
+  explicit OutputMemory(std::shared_ptr<Allocator> memory)
+      : allocator(std::move(memory)), arena(allocator.get()) {}
+  const std::shared_ptr<Allocator> allocator;
+  StepArena arena;
+};
+
+absl::StatusOr<std::byte*> AllocateRows(StepArena& arena, int64_t num_rows, int64_t hidden_size,
+                                        DType dtype) {
+  const std::optional<int64_t> size_bytes =
+      CheckedSizeProduct({num_rows, hidden_size, DTypeBytes(dtype)});
+  if (!size_bytes) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(num_rows, " rows of ", hidden_size, " elements do not fit any memory"));
+  }
+  return arena.Allocate(*size_bytes);
+}
+
+}  // namespace
+
+RankStep::RankStep(RankEngine& engine, StepSlice slice, TokenShard shard)
+    : engine_(engine), slice_(std::move(slice)), shard_(std::move(shard)) {}
+
+RankStep::~RankStep() {
+  if (!finished_) {
+    engine_.Abort(first_error_.ok() ? absl::CancelledError("the step was given up") : first_error_);
+  }
+  stream_.reset();  // drops work that names the arenas' memory
+}
+
+absl::Status RankStep::Keep(absl::Status status) {
+  if (first_error_.ok()) first_error_ = status;
+  return status;
+}
+
+absl::Status RankStep::Mark(int64_t* nanos) {
+  return stream_->Enqueue([nanos] {
+    *nanos = NowNanos();
+    return absl::OkStatus();
+  });
+}
+
+absl::Status RankStep::CheckShard() const {
+  int64_t num_rows = 0;
+  for (const RowSpan& span : shard_.rows) {
+    if (span.num_rows < 0 || span.num_rows > slice_.num_source_tokens - num_rows ||
+        (span.data == nullptr && span.num_rows > 0)) {
+      return absl::InvalidArgumentError(absl::StrCat("shard: a span of ", span.num_rows,
+                                                     " rows after ", num_rows, " others of ",
+                                                     slice_.num_source_tokens));
+    }
+    num_rows += span.num_rows;
+  }
+  if (num_rows != slice_.num_source_tokens) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "shard: ", num_rows, " rows, slice.num_source_tokens is ", slice_.num_source_tokens));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RankStep::AcquireArenas() {
+  RankBackend& backend = engine_.backend();
+  device_arena_ = engine_.device_arenas_.Acquire();
+  host_arena_ = backend.device_allocator() == backend.host_allocator()
+                    ? device_arena_
+                    : engine_.host_arenas_.Acquire();
+  const auto memory = std::make_shared<OutputMemory>(backend.host_allocator());
+  absl::StatusOr<std::byte*> rows = AllocateRows(memory->arena, slice_.num_source_tokens,
+                                                 layer_->hidden_size, slice_.header.output_dtype);
+  if (!rows.ok()) return rows.status();
+  output_.arena = std::shared_ptr<StepArena>(memory, &memory->arena);
+  output_.rows = *rows;
+  output_.num_rows = slice_.num_source_tokens;
+  return absl::OkStatus();
+}
+
+absl::Status RankStep::Begin() {
+  begun_nanos_ = NowNanos();
+  const StepHeader& header = slice_.header;
+  layer_ = engine_.FindLayer(header.model, header.layer);
+  if (layer_ == nullptr) {
+    return absl::NotFoundError(absl::StrCat("rank ", engine_.ep_rank(), " holds no layer ",
+                                            header.layer, " of model ", header.model));
+  }
+  absl::Status status =
+      CheckSlice(slice_, engine_.ep_rank(), engine_.ep_size(), layer_->num_local_experts);
+  if (status.ok()) status = CheckShard();
+  if (!status.ok()) return status;
+  if (layer_->kernels != nullptr) {
+    const ExpertKernels::Capabilities& capabilities = layer_->kernels->capabilities();
+    const std::vector<DType>& dtypes = capabilities.activation_dtypes;
+    if (std::find(dtypes.begin(), dtypes.end(), header.activation_dtype) == dtypes.end()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("slice.activation_dtype: ", std::string(DTypeName(header.activation_dtype)),
+                       " is not supported by the ", capabilities.instruction_set, " kernels"));
+    }
+  }
+  absl::StatusOr<const DispatchStrategy*> strategy = FindDispatchStrategy(header.strategy);
+  if (!strategy.ok()) return strategy.status();
+  status = AcquireArenas();
+  if (!status.ok()) return status;
+
+  stream_ = engine_.backend().NewStream();
+  DispatchContext context;
+  context.hidden_size = layer_->hidden_size;
+  context.num_local_experts = layer_->num_local_experts;
+  context.format = engine_.options_.format;
+  context.row_ops = &engine_.backend().row_ops();
+  context.stream = stream_.get();
+  context.communicator = engine_.communicator_.get();
+  context.arena = device_arena_.get();
+  context.host_arena = host_arena_.get();
+  absl::StatusOr<std::unique_ptr<DispatchHandle>> handle =
+      (*strategy)->Dispatch(slice_, shard_.rows, context);
+  if (!handle.ok()) return handle.status();
+  handle_ = *std::move(handle);
+  return Mark(&arrived_nanos_);
+}
+
+absl::Status RankStep::Compute() { return Keep(EnqueueCompute()); }
+
+absl::Status RankStep::EnqueueCompute() {
+  absl::StatusOr<ExpertRows> rows = handle_->Permute();
+  if (!rows.ok()) return rows.status();
+  absl::StatusOr<std::byte*> memory =
+      AllocateRows(*device_arena_, rows->num_rows, layer_->hidden_size, DType::kFloat32);
+  if (!memory.ok()) return memory.status();
+  float* const output = reinterpret_cast<float*>(*memory);
+  if (rows->num_rows > 0) {
+    GroupedFfnParams params;
+    params.format = rows->format;
+    params.activation_dtype = slice_.header.activation_dtype;
+    params.rows = rows->rows;
+    params.expert_offsets = rows->expert_offsets;
+    params.expert_num_tokens = rows->expert_num_tokens;
+    params.max_rows_per_expert = rows->max_rows_per_expert;
+    params.output = output;
+    params.arena = device_arena_.get();
+    absl::Status status = layer_->kernels->GroupedFfn(params, *stream_);
+    if (!status.ok()) return status;
+  }
+  absl::Status status = Mark(&computed_nanos_);
+  if (!status.ok()) return status;
+  return handle_->Combine(output);
+}
+
+absl::StatusOr<RankStepResult> RankStep::Finish(absl::Time deadline) {
+  absl::Status status = EnqueueFinish();
+  if (status.ok()) status = stream_->Wait(deadline);
+  if (!status.ok()) return Keep(status);
+  finished_ = true;
+  const int64_t now = NowNanos();
+  RankStepResult result;
+  result.output = std::move(output_);
+  result.timings.dispatch_micros = (arrived_nanos_ - begun_nanos_) / 1000;
+  result.timings.compute_micros = (computed_nanos_ - arrived_nanos_) / 1000;
+  result.timings.combine_micros = (now - computed_nanos_) / 1000;
+  return result;
+}
+
+absl::Status RankStep::EnqueueFinish() {
+  std::byte* const output = const_cast<std::byte*>(output_.rows);
+  if (stream_->device() == Device{}) return handle_->Finish(output);
+  absl::StatusOr<std::byte*> rows = AllocateRows(*device_arena_, output_.num_rows,
+                                                 layer_->hidden_size, slice_.header.output_dtype);
+  if (!rows.ok()) return rows.status();
+  absl::Status status = handle_->Finish(*rows);
+  if (!status.ok()) return status;
+  return stream_->Copy(
+      output, *rows,
+      output_.num_rows * layer_->hidden_size * DTypeBytes(slice_.header.output_dtype));
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,68 @@
+#ifndef EXPERTMESH_SERVER_RANK_RANK_STEP_H_
+#define EXPERTMESH_SERVER_RANK_RANK_STEP_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "kernels/base/step_arena.h"
+#include "kernels/base/stream.h"
+#include "server/dispatch/dispatch_strategy.h"
+#include "server/planning/step_plan.h"
+#include "server/rank/rank_engine.h"
+#include "server/rank/token_shard.h"
+
+namespace expertmesh {
+
+// One rank's part of one step, in the phases that lie between the collectives:
+//   RankEngine::Begin   rows leave for their owners
+//   Compute             rows are sorted by expert, the FFN runs, partials leave for home
+//   Finish              partials are summed; waits for everything
+// A thread that drives several ranks runs each phase of all of them before the next phase of any.
+// Destroying a step that has not finished aborts the epoch's communicator: no peer may wait for it,
+// or touch its memory, any longer.
+class RankStep {
+ public:
+  ~RankStep();
+
+  // Does not block on peers.
+  absl::Status Compute();
+  // Blocks until everything is done: DEADLINE_EXCEEDED at `deadline`, ABORTED, UNAVAILABLE or
+  // DATA_LOSS from the communicator, or an error of the work itself.
+  absl::StatusOr<RankStepResult> Finish(absl::Time deadline);
+
+ private:
+  friend class RankEngine;
+  RankStep(RankEngine& engine, StepSlice slice, TokenShard shard);
+
+  absl::Status Begin();
+  absl::Status CheckShard() const;
+  absl::Status AcquireArenas();
+  absl::Status EnqueueCompute();
+  absl::Status EnqueueFinish();
+  // Notes the time at which the stream gets here.
+  absl::Status Mark(int64_t* nanos);
+  // Remembers the first error, for the reason of the abort.
+  absl::Status Keep(absl::Status status);
+
+  RankEngine& engine_;
+  const StepSlice slice_;
+  const TokenShard shard_;
+  const RankEngine::Layer* layer_ = nullptr;
+  std::shared_ptr<StepArena> device_arena_;
+  std::shared_ptr<StepArena> host_arena_;
+  std::unique_ptr<Stream> stream_;
+  std::unique_ptr<DispatchHandle> handle_;
+  ShardOutput output_;
+  absl::Status first_error_;
+  bool finished_ = false;
+  int64_t begun_nanos_ = 0;
+  int64_t arrived_nanos_ = 0;
+  int64_t computed_nanos_ = 0;
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_RANK_RANK_STEP_H_
