@@ -33,7 +33,7 @@ std::vector<int64_t> PrefixSums(absl::Span<const int64_t> counts) {
 }  // namespace
 
 absl::Status InProcessExchange::broken() const {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   return broken_;
 }
 
@@ -98,7 +98,7 @@ absl::Status InProcessExchange::Arrive(int32_t ep_rank, int64_t sequence, const 
   Operation* operation = nullptr;
   absl::Status mismatch;
   {
-    absl::MutexLock lock(&mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     if (!broken_.ok()) return broken_;
     operation = &OperationAt(sequence);
     Participant& self = operation->participants[ep_rank];
@@ -136,8 +136,8 @@ absl::Status InProcessExchange::Arrive(int32_t ep_rank, int64_t sequence, const 
 
   absl::Status status;
   {
-    absl::MutexLock lock(&mutex_);
-    --num_copying_;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (--num_copying_ == 0) no_copy_.notify_all();
     status = broken_;
     if (!status.ok()) {
       TakeBrokenEvents(&finished);
@@ -177,11 +177,10 @@ void InProcessExchange::Break(const absl::Status& status) {
   std::vector<Event> finished;
   absl::Status broken;
   {
-    absl::MutexLock lock(&mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
     if (broken_.ok()) broken_ = status;
     broken = broken_;
-    const auto no_copy = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return num_copying_ == 0; };
-    mutex_.Await(absl::Condition(&no_copy));
+    no_copy_.wait(lock, [this] { return num_copying_ == 0; });
     TakeBrokenEvents(&finished);
   }
   for (Event& event : finished) event.Signal(broken);

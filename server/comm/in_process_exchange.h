@@ -1,13 +1,13 @@
 #ifndef EXPERTMESH_SERVER_COMM_IN_PROCESS_EXCHANGE_H_
 #define EXPERTMESH_SERVER_COMM_IN_PROCESS_EXCHANGE_H_
 
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <mutex>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
-#include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 #include "kernels/base/stream.h"
 #include "server/comm/communicator.h"
@@ -64,17 +64,19 @@ class InProcessExchange {
                          int32_t b_rank) const;
   void CopyBlock(const Participant& from, int32_t from_rank, const Participant& to,
                  int32_t to_rank) const;
-  Operation& OperationAt(int64_t sequence) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Both need mutex_.
+  Operation& OperationAt(int64_t sequence);
   // Events of all ranks that still wait, once the exchange is broken and no copy is running.
-  void TakeBrokenEvents(std::vector<Event>* events) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void TakeBrokenEvents(std::vector<Event>* events);
 
   const int32_t ep_size_;
-  mutable absl::Mutex mutex_;
-  absl::Status broken_ ABSL_GUARDED_BY(mutex_);
-  int64_t num_copying_ ABSL_GUARDED_BY(mutex_) = 0;
-  int64_t first_sequence_ ABSL_GUARDED_BY(mutex_) = 0;  // of operations_.front()
+  mutable std::mutex mutex_;  // of everything below
+  std::condition_variable no_copy_;
+  absl::Status broken_;
+  int64_t num_copying_ = 0;
+  int64_t first_sequence_ = 0;  // of operations_.front()
   // References to elements stay valid while others are added or removed at the ends.
-  std::deque<Operation> operations_ ABSL_GUARDED_BY(mutex_);
+  std::deque<Operation> operations_;
 };
 
 }  // namespace expertmesh

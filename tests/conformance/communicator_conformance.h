@@ -98,7 +98,7 @@ TEST_P(CommunicatorConformance, AllGatherV) {
     for (int32_t self = 0; self < ep_size(); ++self) {
       std::vector<std::byte>& send = ranks_[self].send;
       send.clear();
-      for (int64_t i = 0; i < counts[self]; ++i) send.push_back(Payload(self, 0, round, i));
+      AppendPayload(self, 0, round, counts[self], &send);
       expected.insert(expected.end(), send.begin(), send.end());
     }
     Run(
