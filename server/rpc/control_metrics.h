@@ -1,0 +1,25 @@
+#ifndef EXPERTMESH_SERVER_RPC_CONTROL_METRICS_H_
+#define EXPERTMESH_SERVER_RPC_CONTROL_METRICS_H_
+
+#include "server/control/control_observer.h"
+#include "server/ops/server_metrics.h"
+
+namespace expertmesh {
+
+// Steps, as control/ reports them, counted for /metrics. Thread safe.
+class ControlMetrics final : public ControlObserver {
+ public:
+  explicit ControlMetrics(const ServerMetrics* metrics) : metrics_(metrics) {}
+  void OnStep(const StepRecord& record) override;
+  void OnCallDone(const CallRecord&) override {}
+
+ private:
+  const ServerMetrics* metrics_;
+};
+
+// Sets the gauges of what is queued and in flight.
+void SetControlGauges(const ControlSnapshot& snapshot, const ServerMetrics& metrics);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_RPC_CONTROL_METRICS_H_

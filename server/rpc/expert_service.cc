@@ -1,0 +1,143 @@
+#include "server/rpc/expert_service.h"
+
+#include <algorithm>
+#include <atomic>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "expertmesh/v1/expert_service.grpc.pb.h"
+#include "grpcpp/server_context.h"
+#include "server/ops/call_error.h"
+#include "server/rpc/explain_reactor.h"
+#include "server/rpc/forward_reactor.h"
+#include "server/rpc/status_mapping.h"
+
+namespace expertmesh {
+namespace {
+
+// Ends at once, whatever the client sends.
+class RefusedStream final
+    : public grpc::ServerBidiReactor<v1::ForwardStreamRequest, v1::ForwardStreamResponse> {
+ public:
+  explicit RefusedStream(const grpc::Status& status) { Finish(status); }
+  void OnDone() override { delete this; }
+};
+
+using RawForward = v1::ExpertService::WithRawCallbackMethod_Forward<
+    v1::ExpertService::WithRawCallbackMethod_Explain<v1::ExpertService::CallbackService>>;
+
+class ExpertServiceImpl final : public RawForward {
+ public:
+  explicit ExpertServiceImpl(ExpertServiceOptions options) : options_(std::move(options)) {
+    forward_.state = options_.state;
+    forward_.metrics = options_.metrics;
+    forward_.decode_limits.max_message_bytes = options_.max_message_bytes;
+    forward_.max_deadline = options_.max_deadline;
+    forward_.next_request_number = &next_request_number_;
+    for (v1::GetModelResponse& model : options_.models) {
+      v1::Limits* limits = model.mutable_limits();
+      limits->set_max_request_bytes(options_.max_message_bytes);
+      limits->set_max_step_tokens(options_.max_step_tokens);
+      limits->set_max_deadline_micros(absl::ToInt64Microseconds(options_.max_deadline));
+      model.set_ep_size(options_.ep_size);
+    }
+  }
+
+  grpc::ServerUnaryReactor* Forward(grpc::CallbackServerContext* context,
+                                    const grpc::ByteBuffer* request,
+                                    grpc::ByteBuffer* response) override {
+    // gRPC made the message for this call alone; const is its signature's.
+    auto* reactor =
+        new ForwardReactor(forward_, context, const_cast<grpc::ByteBuffer*>(request), response);
+    reactor->Start();
+    return reactor;
+  }
+
+  grpc::ServerUnaryReactor* Explain(grpc::CallbackServerContext* context,
+                                    const grpc::ByteBuffer* request,
+                                    grpc::ByteBuffer* response) override {
+    auto* reactor =
+        new ExplainReactor(forward_, context, const_cast<grpc::ByteBuffer*>(request), response);
+    reactor->Start(&explain_queue_);
+    return reactor;
+  }
+
+  grpc::ServerBidiReactor<v1::ForwardStreamRequest, v1::ForwardStreamResponse>* ForwardStream(
+      grpc::CallbackServerContext*) override {
+    const absl::Status status =
+        CallError(ErrorReason::kNotImplemented, "ForwardStream is not served yet; use Forward");
+    options_.metrics->CountCall(CallMethod::kForwardStream, status.code(), 0);
+    return new RefusedStream(ToGrpcStatus(status));
+  }
+
+  grpc::ServerUnaryReactor* GetModel(grpc::CallbackServerContext* context,
+                                     const v1::GetModelRequest* request,
+                                     v1::GetModelResponse* response) override {
+    return Answer(context, CallMethod::kGetModel, FillModel(request->model(), response));
+  }
+
+  grpc::ServerUnaryReactor* ListModels(grpc::CallbackServerContext* context,
+                                       const v1::ListModelsRequest*,
+                                       v1::ListModelsResponse* response) override {
+    const bool ready = Ready();
+    for (const v1::GetModelResponse& model : options_.models) {
+      v1::ModelSummary* summary = response->add_models();
+      summary->set_model(model.model());
+      summary->set_architecture(model.architecture());
+      summary->set_num_layers(model.layers_size());
+      summary->set_hidden_size(model.hidden_size());
+      summary->set_ready(ready);
+    }
+    return Answer(context, CallMethod::kListModels, absl::OkStatus());
+  }
+
+ private:
+  bool Ready() const {
+    const ServingBackend* backend = options_.state->backend();
+    return backend != nullptr && backend->group->epoch() != 0 && !options_.state->draining();
+  }
+
+  absl::Status FillModel(const std::string& name, v1::GetModelResponse* response) const {
+    const v1::GetModelResponse* found = nullptr;
+    std::string names;
+    for (const v1::GetModelResponse& model : options_.models) {
+      if (model.model() == name || (name.empty() && options_.models.size() == 1)) found = &model;
+      absl::StrAppend(&names, names.empty() ? "" : ", ", model.model());
+    }
+    if (found == nullptr) return ModelNotFoundError(name, names);
+    *response = *found;
+    if (const ServingBackend* backend = options_.state->backend()) {
+      // Known only once the experts were read.
+      for (const ModelSpec* model : backend->validator->models()) {
+        if (model->name == found->model()) response->set_fingerprint(model->fingerprint);
+      }
+      response->set_incarnation(backend->group->incarnation());
+      response->set_epoch(backend->group->epoch());
+      response->set_placement_fingerprint(backend->placement_fingerprint);
+    }
+    response->set_ready(Ready());
+    return absl::OkStatus();
+  }
+
+  grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, CallMethod method,
+                                   const absl::Status& status) const {
+    options_.metrics->CountCall(method, status.code(), 0);
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    reactor->Finish(ToGrpcStatus(status));
+    return reactor;
+  }
+
+  ExpertServiceOptions options_;
+  std::atomic<uint64_t> next_request_number_{1};
+  ForwardEnvironment forward_;
+  ExplainQueue explain_queue_;
+};
+
+}  // namespace
+
+std::unique_ptr<grpc::Service> NewExpertService(ExpertServiceOptions options) {
+  return std::make_unique<ExpertServiceImpl>(std::move(options));
+}
+
+}  // namespace expertmesh

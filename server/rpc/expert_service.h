@@ -1,0 +1,37 @@
+#ifndef EXPERTMESH_SERVER_RPC_EXPERT_SERVICE_H_
+#define EXPERTMESH_SERVER_RPC_EXPERT_SERVICE_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "expertmesh/v1/expert_service.pb.h"
+#include "server/ops/server_metrics.h"
+#include "server/rpc/serving_state.h"
+
+namespace grpc {
+class Service;
+}
+
+namespace expertmesh {
+
+struct ExpertServiceOptions {
+  ServingState* state = nullptr;
+  const ServerMetrics* metrics = nullptr;
+  int64_t max_message_bytes = int64_t{64} << 20;
+  absl::Duration max_deadline = absl::Minutes(1);
+  // By ascending name, as DescribeModel makes them; limits.max_request_bytes, max_step_tokens and
+  // max_deadline_micros are added here.
+  std::vector<v1::GetModelResponse> models;
+  int64_t max_step_tokens = 0;
+  int32_t ep_size = 0;
+};
+
+// The public service. Forward and Explain take their messages as bytes (forward_decoder.h), so that
+// no tensor passes through a protobuf message; the others are ordinary.
+std::unique_ptr<grpc::Service> NewExpertService(ExpertServiceOptions options);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_RPC_EXPERT_SERVICE_H_

@@ -1,0 +1,31 @@
+#ifndef EXPERTMESH_SERVER_RPC_EXPLAIN_H_
+#define EXPERTMESH_SERVER_RPC_EXPLAIN_H_
+
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "expertmesh/v1/expert_service.pb.h"
+#include "server/model/placement.h"
+#include "server/routing/router.h"
+#include "server/rpc/forward_validation.h"
+
+namespace expertmesh {
+
+struct ExplainParams {
+  const ValidForward* forward = nullptr;
+  const Router* router = nullptr;  // of the layer; not used with given top-k
+  const Placement* placement = nullptr;
+  uint64_t epoch = 0;
+  int32_t max_tokens = 0;  // as ExplainRequest gives it
+  // As control/ splits requests.
+  int64_t max_step_tokens = 0;
+  int64_t max_rank_pairs = 0;
+};
+
+// Routes and plans as control/ would for this request alone, and runs nothing. Takes the time of
+// routing and planning. INVALID_ARGUMENT (max_tokens, NaN logits).
+absl::StatusOr<v1::ExplainResponse> ExplainForward(const ExplainParams& params);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_RPC_EXPLAIN_H_

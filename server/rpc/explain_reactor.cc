@@ -1,0 +1,111 @@
+#include "server/rpc/explain_reactor.h"
+
+#include <utility>
+
+#include "grpcpp/server_context.h"
+#include "server/ops/call_error.h"
+#include "server/rpc/explain.h"
+#include "server/rpc/forward_encoder.h"
+#include "server/rpc/status_mapping.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr size_t kMaxQueued = 64;
+
+}  // namespace
+
+ExplainQueue::ExplainQueue() : thread_([this] { Work(); }) {}
+
+ExplainQueue::~ExplainQueue() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+bool ExplainQueue::Push(std::function<void()> work) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (queue_.size() >= kMaxQueued) return false;
+    queue_.push_back(std::move(work));
+  }
+  changed_.notify_one();
+  return true;
+}
+
+void ExplainQueue::Work() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+    if (queue_.empty()) return;
+    std::function<void()> work = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    work();
+    lock.lock();
+  }
+}
+
+ExplainReactor::ExplainReactor(const ForwardEnvironment& environment,
+                               grpc::CallbackServerContext* context, grpc::ByteBuffer* request,
+                               grpc::ByteBuffer* response)
+    : environment_(environment),
+      request_(request),
+      response_(response),
+      arrival_(absl::Now()),
+      deadline_(EffectiveDeadline(*context, arrival_, environment.max_deadline)) {}
+
+void ExplainReactor::Start(ExplainQueue* queue) {
+  environment_.metrics->calls_in_flight[static_cast<int>(CallMethod::kExplain)].Add(1);
+  // gRPC learns of this reactor, and so may delete it, only after Start.
+  wait_id_ = environment_.state->Wait(
+      deadline_, static_cast<int64_t>(request_->Length()),
+      [this, queue](absl::StatusOr<const ServingBackend*> backend) {
+        if (!backend.ok()) return Answer(backend.status());
+        if (!queue->Push([this, served = *backend] { Answer(Explain(*served)); })) {
+          Answer(CallError(ErrorReason::kQueueFull, "too many explanations wait"));
+        }
+      });
+}
+
+absl::StatusOr<grpc::ByteBuffer> ExplainReactor::Explain(const ServingBackend& backend) {
+  Allocator* const allocator = backend.group->request_allocator();
+  absl::StatusOr<DecodedExplainRequest> request = DecodeExplainRequest(
+      request_, environment_.decode_limits,
+      [allocator](int64_t size_bytes) { return AllocatePayload(allocator, size_bytes); });
+  request_->Clear();
+  if (!request.ok()) return request.status();
+  if (!request->has_request) return InvalidFieldError("request", "not set", "a ForwardRequest");
+  absl::StatusOr<ValidForward> valid = backend.validator->Validate(std::move(request->request));
+  if (!valid.ok()) return valid.status();
+  const ForwardCall& call = *valid->call;
+  ExplainParams params;
+  params.forward = &*valid;
+  params.router = backend.router(*call.model, *call.layer);
+  params.placement = backend.group->placement(call.model->name, call.layer->index);
+  params.epoch = backend.group->epoch();
+  params.max_tokens = request->max_tokens;
+  params.max_step_tokens = backend.max_step_tokens;
+  params.max_rank_pairs = backend.max_rank_pairs;
+  absl::StatusOr<v1::ExplainResponse> response = ExplainForward(params);
+  if (!response.ok()) return response.status();
+  return EncodeSmallMessage(*response);
+}
+
+void ExplainReactor::Answer(absl::StatusOr<grpc::ByteBuffer> response) {
+  const ServerMetrics& metrics = *environment_.metrics;
+  if (response.ok()) response_->Swap(&*response);
+  const grpc::Status answer = ToGrpcStatus(response.status());
+  metrics.CountCall(CallMethod::kExplain, static_cast<absl::StatusCode>(answer.error_code()),
+                    absl::ToDoubleSeconds(absl::Now() - arrival_));
+  metrics.calls_in_flight[static_cast<int>(CallMethod::kExplain)].Add(-1);
+  Finish(answer);
+}
+
+// An explanation that runs already is finished: nobody reads it.
+void ExplainReactor::OnCancel() { environment_.state->CancelWait(wait_id_); }
+
+}  // namespace expertmesh

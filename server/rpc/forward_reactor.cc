@@ -1,0 +1,145 @@
+#include "server/rpc/forward_reactor.h"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "grpcpp/server_context.h"
+#include "server/ops/call_error.h"
+#include "server/ops/logging.h"
+#include "server/rpc/status_mapping.h"
+
+namespace expertmesh {
+
+absl::Time EffectiveDeadline(const grpc::CallbackServerContext& context, absl::Time arrival,
+                             absl::Duration max_deadline) {
+  // A call without a deadline has one in the year 2262.
+  return std::min(absl::FromChrono(context.deadline()), arrival + max_deadline);
+}
+
+absl::StatusOr<Buffer> AllocatePayload(Allocator* allocator, int64_t size_bytes) {
+  absl::StatusOr<Buffer> buffer = allocator->Allocate(size_bytes);
+  if (buffer.ok()) return buffer;
+  return CallError(ErrorReason::kBuffersExhausted, "no memory for the request's payload just now");
+}
+
+ForwardReactor::ForwardReactor(const ForwardEnvironment& environment,
+                               grpc::CallbackServerContext* context, grpc::ByteBuffer* request,
+                               grpc::ByteBuffer* response)
+    : environment_(environment),
+      request_(request),
+      response_(response),
+      arrival_(absl::Now()),
+      deadline_(EffectiveDeadline(*context, arrival_, environment.max_deadline)) {}
+
+void ForwardReactor::Unref() {
+  if (num_refs_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
+}
+
+void ForwardReactor::Start() {
+  environment_.metrics->calls_in_flight[static_cast<int>(CallMethod::kForward)].Add(1);
+  environment_.metrics->request_bytes.Increment(static_cast<int64_t>(request_->Length()));
+  num_refs_.fetch_add(1, std::memory_order_relaxed);
+  // Called within Wait, the waiter runs on this thread, gRPC's own; later it comes from another
+  // one.
+  wait_id_ = environment_.state->Wait(
+      deadline_, static_cast<int64_t>(request_->Length()),
+      [this, here = std::this_thread::get_id()](absl::StatusOr<const ServingBackend*> backend) {
+        Run(std::move(backend), std::this_thread::get_id() == here);
+      });
+  Unref();
+}
+
+void ForwardReactor::Run(absl::StatusOr<const ServingBackend*> backend, bool may_run_inline) {
+  if (!backend.ok()) return Answer(backend.status());
+  backend_ = *backend;
+  Allocator* const allocator = backend_->group->request_allocator();
+  absl::StatusOr<DecodedForwardRequest> request = DecodeForwardRequest(
+      request_, environment_.decode_limits,
+      [allocator](int64_t size_bytes) { return AllocatePayload(allocator, size_bytes); });
+  // The payload has been gathered: its slices are needed no more.
+  request_->Clear();
+  if (!request.ok()) return Answer(request.status());
+  if (request->request_id.empty()) {
+    request->request_id =
+        absl::StrFormat("%016x-%d", backend_->group->incarnation(),
+                        environment_.next_request_number->fetch_add(1, std::memory_order_relaxed));
+  }
+  request_id_ = request->request_id;
+  absl::StatusOr<ValidForward> valid = backend_->validator->Validate(std::move(*request));
+  if (!valid.ok()) return Answer(valid.status());
+  info_ = AnswerInfoOf(*valid);
+  environment_.metrics->request_tokens.Increment(info_.num_tokens);
+  if (valid->validate_only) return Answer(EncodeValidated(info_, *backend_));
+  Submit(std::move(*valid), may_run_inline);
+}
+
+void ForwardReactor::Submit(ValidForward valid, bool may_run_inline) {
+  valid.call->deadline = deadline_;
+  valid.call->done = [this](absl::StatusOr<ForwardResult> result) { Complete(std::move(result)); };
+  num_refs_.fetch_add(1, std::memory_order_relaxed);
+  const ForwardCallId id = backend_->controller->Submit(std::move(valid.call), may_run_inline);
+  bool cancel;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    call_id_ = id;
+    submitted_ = true;
+    cancel = cancelled_;
+  }
+  if (cancel) backend_->controller->Cancel(id);
+  Unref();
+}
+
+void ForwardReactor::Complete(absl::StatusOr<ForwardResult> result) {
+  if (!result.ok()) return Answer(result.status());
+  Answer(EncodeAnswer(info_, *backend_, std::move(*result), absl::Now() - arrival_,
+                      backend_->group->request_allocator()));
+}
+
+void ForwardReactor::Answer(absl::StatusOr<grpc::ByteBuffer> response) {
+  const ServerMetrics& metrics = *environment_.metrics;
+  absl::Status status = response.status();
+  // A client's deadline reaches us as a cancellation.
+  if (absl::IsCancelled(status) && absl::Now() >= deadline_) {
+    status = CallError(ErrorReason::kDeadlinePassed, "the call's deadline passed");
+  }
+  if (response.ok()) {
+    metrics.response_bytes.Increment(static_cast<int64_t>(response->Length()));
+    response_->Swap(&*response);
+  }
+  const grpc::Status answer = ToGrpcStatus(status);
+  metrics.CountCall(CallMethod::kForward, static_cast<absl::StatusCode>(answer.error_code()),
+                    absl::ToDoubleSeconds(absl::Now() - arrival_));
+  metrics.calls_in_flight[static_cast<int>(CallMethod::kForward)].Add(-1);
+  if (answer.error_code() == grpc::StatusCode::INTERNAL) {
+    LogError("a call failed", {{"request_id", request_id_}, {"error", answer.error_message()}});
+  } else if (LogEnabled(LogLevel::kDebug)) {
+    LogDebug("a call ended", {{"request_id", request_id_},
+                              {"code", static_cast<int>(answer.error_code())},
+                              {"error", answer.error_message()},
+                              {"tokens", info_.num_tokens},
+                              {"micros", absl::ToInt64Microseconds(absl::Now() - arrival_)}});
+  }
+  Finish(answer);
+}
+
+void ForwardReactor::OnCancel() {
+  environment_.state->CancelWait(wait_id_);
+  bool submitted;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    cancelled_ = true;
+    submitted = submitted_;
+  }
+  if (submitted) backend_->controller->Cancel(call_id_);
+}
+
+void ForwardReactor::OnDone() {
+  // The answer's slices hold the step's buffers.
+  response_->Clear();
+  Unref();
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,82 @@
+#ifndef EXPERTMESH_SERVER_RPC_FORWARD_REACTOR_H_
+#define EXPERTMESH_SERVER_RPC_FORWARD_REACTOR_H_
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "grpcpp/support/byte_buffer.h"
+#include "grpcpp/support/server_callback.h"
+#include "server/control/forward_controller.h"
+#include "server/ops/server_metrics.h"
+#include "server/rpc/forward_decoder.h"
+#include "server/rpc/forward_response.h"
+#include "server/rpc/serving_state.h"
+
+namespace expertmesh {
+
+// What all Forward calls share; outlives them.
+struct ForwardEnvironment {
+  ServingState* state = nullptr;
+  const ServerMetrics* metrics = nullptr;
+  ForwardDecodeLimits decode_limits;
+  absl::Duration max_deadline;
+  std::atomic<uint64_t>* next_request_number = nullptr;
+};
+
+// The client's deadline, or the server's own where that is earlier or the client gave none.
+absl::Time EffectiveDeadline(const grpc::CallbackServerContext& context, absl::Time arrival,
+                             absl::Duration max_deadline);
+// RESOURCE_EXHAUSTED (BUFFERS_EXHAUSTED).
+absl::StatusOr<Buffer> AllocatePayload(Allocator* allocator, int64_t size_bytes);
+
+// One Forward call, from its whole request to its sent answer. Owned by gRPC until OnDone, where it
+// deletes itself. Never blocks: the calling thread is one of gRPC's few.
+class ForwardReactor final : public grpc::ServerUnaryReactor {
+ public:
+  // `request` and `response` live until OnDone.
+  ForwardReactor(const ForwardEnvironment& environment, grpc::CallbackServerContext* context,
+                 grpc::ByteBuffer* request, grpc::ByteBuffer* response);
+
+  // Once, before the reactor is given to gRPC.
+  void Start();
+
+  void OnCancel() override;
+  void OnDone() override;
+
+ private:
+  ~ForwardReactor() override = default;
+  // Decodes, checks and submits; `may_run_inline` on gRPC's own thread.
+  void Run(absl::StatusOr<const ServingBackend*> backend, bool may_run_inline);
+  void Submit(ValidForward valid, bool may_run_inline);
+  void Complete(absl::StatusOr<ForwardResult> result);
+  // The end: after it gRPC may delete this at any time, unless a reference is held.
+  void Answer(absl::StatusOr<grpc::ByteBuffer> response);
+  void Unref();
+
+  const ForwardEnvironment& environment_;
+  grpc::ByteBuffer* const request_;
+  grpc::ByteBuffer* const response_;
+  const absl::Time arrival_;
+  const absl::Time deadline_;
+  const ServingBackend* backend_ = nullptr;
+  ForwardAnswerInfo info_;
+  std::string request_id_;
+  ServingState::WaitId wait_id_ = 0;
+
+  std::mutex mutex_;
+  bool cancelled_ = false;
+  ForwardCallId call_id_ = 0;
+  bool submitted_ = false;
+
+  // gRPC's, until OnDone, and one of each function here that uses `this` after the answer may have
+  // gone.
+  std::atomic<int> num_refs_{1};
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_RPC_FORWARD_REACTOR_H_

@@ -1,0 +1,167 @@
+#include "server/rpc/grpc_server.h"
+
+#include <grpc/support/log.h>
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/health_check_service_interface.h>
+#include <grpcpp/resource_quota.h>
+#include <grpcpp/security/server_credentials.h>
+#include <grpcpp/server.h>
+#include <grpcpp/server_builder.h>
+#include <malloc.h>
+#include <netdb.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <mutex>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/ops/logging.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr int kReadChunkBytes = 1 << 20;
+constexpr int kMinReadChunkBytes = 64 << 10;
+constexpr int kMaxStreamsPerConnection = 1024;
+constexpr int kKeepaliveMillis = 60'000;
+constexpr int kKeepaliveTimeoutMillis = 20'000;
+constexpr int kMinClientPingMillis = 10'000;
+
+void LogOfGrpc(gpr_log_func_args* args) {
+  const LogLevel level =
+      args->severity == GPR_LOG_SEVERITY_ERROR ? LogLevel::kWarning : LogLevel::kDebug;
+  Log(level, "grpc", {{"file", args->file}, {"line", args->line}, {"text", args->message}});
+}
+
+// Why "host:port" cannot be bound, in the system's words; empty when it can, or nobody knows.
+std::string BindProblem(const std::string& listen) {
+  const size_t colon = listen.rfind(':');
+  if (colon == std::string::npos) return "no port in it";
+  std::string host = listen.substr(0, colon);
+  if (host.size() > 2 && host.front() == '[') host = host.substr(1, host.size() - 2);
+  addrinfo hints{};
+  hints.ai_flags = AI_PASSIVE;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  const int error = getaddrinfo(host.c_str(), listen.c_str() + colon + 1, &hints, &found);
+  if (error != 0) return gai_strerror(error);
+  std::string problem;
+  const int fd = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int on = 1;
+  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  if (fd < 0 || bind(fd, found->ai_addr, found->ai_addrlen) != 0 || ::listen(fd, 1) != 0) {
+    problem = std::strerror(errno);
+  }
+  if (fd >= 0) close(fd);
+  freeaddrinfo(found);
+  return problem;
+}
+
+absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> Credentials(
+    const GrpcServerOptions& options) {
+  if (options.tls_certificate.empty() != options.tls_key.empty()) {
+    return absl::InvalidArgumentError("TLS needs both a certificate and a key");
+  }
+  if (options.tls_certificate.empty()) {
+    if (!options.tls_ca.empty()) {
+      return absl::InvalidArgumentError("a CA for clients needs a certificate and a key as well");
+    }
+    return grpc::InsecureServerCredentials();
+  }
+  grpc::SslServerCredentialsOptions tls(
+      options.tls_ca.empty() ? GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE
+                             : GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
+  tls.pem_key_cert_pairs.push_back({options.tls_key, options.tls_certificate});
+  tls.pem_root_certs = options.tls_ca;
+  return grpc::SslServerCredentials(tls);
+}
+
+}  // namespace
+
+void TuneProcessForGrpc() {
+  setenv("GRPC_EXPERIMENTS", "-tcp_read_chunks", /*overwrite=*/0);
+  mallopt(M_MMAP_THRESHOLD, std::numeric_limits<int>::max());
+  mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());
+  mallopt(M_TOP_PAD, 64 << 20);
+  gpr_set_log_function(LogOfGrpc);
+}
+
+struct GrpcServer::Impl {
+  std::vector<NamedService> services;
+  std::unique_ptr<grpc::Server> server;
+  int port = 0;
+  std::mutex shutdown_mutex;
+  bool is_shut_down = false;
+};
+
+GrpcServer::GrpcServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+GrpcServer::~GrpcServer() { Shutdown(absl::Now()); }
+
+absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const GrpcServerOptions& options,
+                                                              std::vector<NamedService> services) {
+  absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> credentials = Credentials(options);
+  if (!credentials.ok()) return credentials.status();
+
+  static std::once_flag plugins_once;
+  std::call_once(plugins_once, [] {
+    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+    grpc::EnableDefaultHealthCheckService(true);
+  });
+  auto impl = std::make_unique<Impl>();
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort(options.listen, *credentials, &impl->port);
+  for (const NamedService& service : services) builder.RegisterService(service.service);
+  builder.SetMaxReceiveMessageSize(static_cast<int>(
+      std::min<int64_t>(options.max_message_bytes, std::numeric_limits<int>::max())));
+  builder.SetMaxSendMessageSize(-1);
+  grpc::ResourceQuota quota("expertmesh");
+  quota.Resize(static_cast<size_t>(options.max_transport_bytes));
+  builder.SetResourceQuota(quota);
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.AddChannelArgument(GRPC_ARG_TCP_READ_CHUNK_SIZE, kReadChunkBytes);
+  builder.AddChannelArgument(GRPC_ARG_TCP_MIN_READ_CHUNK_SIZE, kMinReadChunkBytes);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kMaxStreamsPerConnection);
+  // A vanished client is noticed, and a client may check on us as often.
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMillis);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeoutMillis);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
+                             kMinClientPingMillis);
+  impl->server = builder.BuildAndStart();
+  if (impl->server == nullptr) {
+    const std::string problem = BindProblem(options.listen);
+    return absl::UnavailableError(
+        absl::StrCat("cannot listen on ", options.listen, ": ",
+                     problem.empty() ? "see the lines above" : problem.c_str()));
+  }
+  impl->services = std::move(services);
+  auto server = std::unique_ptr<GrpcServer>(new GrpcServer(std::move(impl)));
+  server->SetServing(false);
+  return server;
+}
+
+int GrpcServer::port() const { return impl_->port; }
+
+void GrpcServer::SetServing(bool serving) {
+  grpc::HealthCheckServiceInterface* health = impl_->server->GetHealthCheckService();
+  health->SetServingStatus("", serving);
+  for (const NamedService& service : impl_->services) {
+    health->SetServingStatus(service.name, serving);
+  }
+}
+
+void GrpcServer::Shutdown(absl::Time deadline) {
+  const std::lock_guard<std::mutex> lock(impl_->shutdown_mutex);
+  if (impl_->is_shut_down) return;
+  impl_->is_shut_down = true;
+  impl_->server->Shutdown(absl::ToChronoTime(deadline));
+}
+
+}  // namespace expertmesh

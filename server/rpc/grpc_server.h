@@ -1,0 +1,66 @@
+#ifndef EXPERTMESH_SERVER_RPC_GRPC_SERVER_H_
+#define EXPERTMESH_SERVER_RPC_GRPC_SERVER_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+
+namespace grpc {
+class Service;
+}
+
+namespace expertmesh {
+
+// Settings of gRPC and of the allocator that must stand before gRPC's first use, so first thing in
+// main, before any thread: reads above 128 KB are ten times slower with gRPC's default, and fresh
+// pages cost more than the copy into them (DESIGN section 8). GRPC_EXPERIMENTS in the environment
+// wins. Messages of gRPC itself go to the log.
+void TuneProcessForGrpc();
+
+struct GrpcServerOptions {
+  // "host:port", "[v6]:port" or "unix:path". Port 0: the kernel's choice. Never shared with another
+  // process.
+  std::string listen;
+  int64_t max_message_bytes = int64_t{64} << 20;  // received; what is sent is not limited
+  // What gRPC may hold in buffers for all calls together; above it, it stops reading from sockets
+  // and then sheds calls.
+  int64_t max_transport_bytes = int64_t{1} << 30;
+  // PEM texts. Certificate and key: TLS. With a CA too, clients must show a certificate of it.
+  std::string tls_certificate;
+  std::string tls_key;
+  std::string tls_ca;
+};
+
+// One listener with its services, gRPC's health service (NOT_SERVING until SetServing) and
+// reflection. Thread safe.
+class GrpcServer {
+ public:
+  // `services` with their full names outlive the server. INVALID_ARGUMENT (TLS files that do not go
+  // together), UNAVAILABLE (the address is taken or not ours), naming the address.
+  struct NamedService {
+    std::string name;
+    grpc::Service* service = nullptr;
+  };
+  static absl::StatusOr<std::unique_ptr<GrpcServer>> Start(const GrpcServerOptions& options,
+                                                           std::vector<NamedService> services);
+  ~GrpcServer();
+
+  int port() const;
+  // Health of "" and of every service.
+  void SetServing(bool serving);
+  // Takes no new calls; blocks until all have ended, or cancels them at `deadline`.
+  void Shutdown(absl::Time deadline);
+
+ private:
+  struct Impl;
+  explicit GrpcServer(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_RPC_GRPC_SERVER_H_
