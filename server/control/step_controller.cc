@@ -1,0 +1,394 @@
+#include "server/control/step_controller.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "server/control/step_replay.h"
+#include "server/ops/call_error.h"
+
+namespace expertmesh {
+namespace {
+
+// Set while a thread runs `done` callbacks: a Submit inside one must not run a step there and call
+// back again, or a chain of calls would grow the stack.
+thread_local bool delivering = false;
+
+absl::Status DrainingError() {
+  return CallError(ErrorReason::kDraining, "this server is stopping; another may answer");
+}
+
+}  // namespace
+
+StepController::StepController(const StepControllerOptions& options, ExpertGroup* group,
+                               const RouterTable* routers, Clock* clock, ControlObserver* observer)
+    : options_(options),
+      group_(group),
+      clock_(clock),
+      observer_(observer),
+      runner_(group, routers, clock),
+      registry_(options.limits) {
+  worker_ = std::thread([this] { WorkerLoop(); });
+  timer_ = std::thread([this] { TimerLoop(); });
+}
+
+StepController::~StepController() {
+  Aftermath after;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    draining_ = true;
+    stopping_ = true;
+    CompleteOpenCalls([](const PendingCall&) { return DrainingError(); }, after);
+    worker_cv_.notify_all();
+    timer_cv_.notify_all();
+  }
+  Deliver(after);
+  worker_.join();
+  timer_.join();
+}
+
+ForwardCallId StepController::Submit(std::unique_ptr<ForwardCall> call, bool may_run_inline) {
+  const bool is_small = may_run_inline && !delivering &&
+                        call->num_tokens <= options_.max_step_tokens &&
+                        EstimateMicros(options_.cost, *call) <= options_.max_inline_micros;
+  const absl::Time now = clock_->Now();
+  const absl::Time deadline = std::min(call->deadline, now + options_.max_deadline);
+
+  std::unique_lock<std::mutex> lock(mutex_);
+  const ForwardCallId id = ++last_id_;
+  absl::Status refusal;
+  CallPtr pending;
+  if (draining_) {
+    refusal = DrainingError();
+  } else if (deadline <= now) {
+    refusal = CallError(ErrorReason::kDeadlinePassed, "the deadline passed before the call began");
+  } else if (call->num_tokens > 0) {
+    absl::StatusOr<CallPtr> admitted = registry_.Admit(call, id, now);
+    refusal = admitted.status();
+    if (admitted.ok()) pending = *std::move(admitted);
+  }
+  if (pending == nullptr) {
+    if (!refusal.ok()) ++counters_.calls_refused;
+    lock.unlock();
+    if (refusal.ok()) {
+      call->done(EmptyResult(*call));
+    } else {
+      call->done(std::move(refusal));
+    }
+    return id;
+  }
+  pending->deadline = deadline;
+  pending->no_epoch_at = deadline - std::min(options_.no_epoch_margin, (deadline - now) / 4);
+  if (pending->no_epoch_at < timer_wakes_at_) timer_cv_.notify_one();
+
+  if (is_small && !running_ && queue_.empty() && EpochReady()) {
+    running_ = true;
+    StepBatch batch;
+    batch.pieces.push_back({pending, 0, pending->call->num_tokens, now});
+    ++pending->num_pins;
+    lock.unlock();
+    RunBatch(std::move(batch), /*is_inline=*/true);
+    return id;
+  }
+  queue_.Push(pending);
+  const bool wake = !running_;
+  lock.unlock();
+  if (wake) worker_cv_.notify_one();
+  return id;
+}
+
+void StepController::Cancel(ForwardCallId id) {
+  Aftermath after;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const CallPtr call = registry_.Find(id);
+    if (call == nullptr) return;
+    Complete(call, CallError(ErrorReason::kCallCancelled, "the call was cancelled"), after);
+  }
+  Deliver(after);
+}
+
+absl::Status StepController::Drain(absl::Time deadline) {
+  Aftermath after;
+  absl::Status status;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    draining_ = true;
+    while (registry_.num_open_calls() > 0 && clock_->Now() < deadline) {
+      clock_->WaitUntil(idle_cv_, lock, deadline);
+    }
+    if (registry_.num_open_calls() > 0) {
+      status = absl::DeadlineExceededError(absl::StrCat(
+          registry_.num_open_calls(), " calls were not done when the drain's time was over"));
+      CompleteOpenCalls([](const PendingCall&) { return DrainingError(); }, after);
+    }
+  }
+  Deliver(after);
+  return status;
+}
+
+void StepController::NotifyEpochChanged() {
+  // The lock makes sure that the worker is either before its look at the epoch or waiting.
+  { std::lock_guard<std::mutex> lock(mutex_); }
+  worker_cv_.notify_one();
+  timer_cv_.notify_one();
+}
+
+ControlSnapshot StepController::Snapshot() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ControlSnapshot snapshot = counters_;
+  snapshot.calls_in_flight = registry_.num_calls();
+  snapshot.tokens_in_flight = registry_.admission().tokens_in_flight();
+  snapshot.bytes_in_flight = registry_.admission().bytes_in_flight();
+  snapshot.max_tokens_in_flight = options_.limits.max_tokens_in_flight;
+  snapshot.max_bytes_in_flight = options_.limits.max_bytes_in_flight;
+  snapshot.queued_calls = queue_.num_calls();
+  snapshot.queued_tokens = queue_.num_tokens();
+  snapshot.step_running = running_;
+  snapshot.draining = draining_;
+  snapshot.calls_admitted = registry_.num_admitted();
+  snapshot.calls_completed = registry_.num_completed_ok();
+  snapshot.calls_failed = registry_.num_failed();
+  return snapshot;
+}
+
+ForwardResult StepController::EmptyResult(const ForwardCall& call) const {
+  ForwardResult result;
+  result.incarnation = group_->incarnation();
+  result.epoch = group_->epoch();
+  result.strategy = call.dispatch;
+  if (call.want_stats) result.stats.tokens_per_expert.resize(call.layer->num_experts, 0);
+  return result;
+}
+
+// ---- Steps --------------------------------------------------------------------------------------
+
+bool StepController::EpochReady() const {
+  const uint64_t epoch = group_->epoch();
+  return epoch != 0 && epoch != lost_epoch_;
+}
+
+void StepController::WorkerLoop() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stopping_) {
+    if (running_ || queue_.empty()) {
+      worker_cv_.wait(lock);
+      continue;
+    }
+    if (!EpochReady()) {
+      // With no epoch the timer's next event may be a deadline, which is too late.
+      timer_cv_.notify_one();
+      clock_->WaitUntil(worker_cv_, lock, clock_->Now() + options_.epoch_poll_interval);
+      continue;
+    }
+    running_ = true;
+    Aftermath after;
+    StepBatch batch = TakeBatch(clock_->Now(), after);
+    lock.unlock();
+    Deliver(after);
+    RunBatch(std::move(batch), /*is_inline=*/false);
+    lock.lock();
+  }
+}
+
+StepBatch StepController::TakeBatch(absl::Time now, Aftermath& after) {
+  StepBatch batch = queue_.Take(options_.max_step_tokens);
+  std::erase_if(batch.pieces, [&](const StepPiece& piece) {
+    if (piece.call->deadline > now) return false;
+    Complete(piece.call, LateError(*piece.call, now), after);
+    Unpin(piece.call, after);
+    return true;
+  });
+  return batch;
+}
+
+void StepController::RunBatch(StepBatch batch, bool is_inline) {
+  Aftermath after;
+  StepRecord record;
+  record.is_inline = is_inline;
+  record.attempt = batch.attempt;
+  RouteBatch(batch, record, after);
+  if (!batch.is_assigned && !batch.pieces.empty()) {
+    const int64_t num_tokens = runner_.CountFittingTokens(
+        batch.pieces, {options_.max_step_tokens, options_.max_rank_pairs});
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const CallPtr& call : queue_.Assign(batch, num_tokens, clock_->Now())) Unpin(call, after);
+  }
+  StepOutcome outcome;
+  const bool is_empty = batch.pieces.empty();
+  if (!is_empty) outcome = RunStep(batch, record);
+  bool wake;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!is_empty) {
+      ++counters_.steps;
+      counters_.inline_steps += is_inline;
+      FinishStep(batch, outcome, after);
+    }
+    running_ = false;
+    wake = is_inline && !queue_.empty();
+  }
+  if (wake) worker_cv_.notify_one();
+  Deliver(after);
+}
+
+StepOutcome StepController::RunStep(const StepBatch& batch, StepRecord& record) {
+  const absl::Time now = clock_->Now();
+  for (const StepPiece& piece : batch.pieces) {
+    const int64_t waited = absl::ToInt64Microseconds(now - piece.waiting_since);
+    piece.call->result.timings.queue_micros += waited;
+    record.queue_micros = std::max(record.queue_micros, waited);
+    record.num_tokens += piece.num_tokens;
+  }
+  const BatchKey& key = batch.pieces[0].call->key;
+  record.model = key.model->name;
+  record.layer = key.layer->index;
+  record.num_calls = static_cast<int32_t>(batch.pieces.size());
+  record.num_pairs = CountPairs(batch.pieces);
+  const bool is_small = EstimateStepMicros(options_.cost, *key.model, *key.layer, record.num_tokens,
+                                           record.num_pairs) <= options_.max_inline_micros;
+  StepOutcome outcome =
+      runner_.Run(batch, record.is_inline || is_small, options_.step_timeout, record);
+  if (observer_ != nullptr) observer_->OnStep(record);
+  return outcome;
+}
+
+void StepController::RouteBatch(StepBatch& batch, StepRecord& record, Aftermath& after) {
+  std::vector<StepPiece> routed;
+  routed.reserve(batch.pieces.size());
+  for (StepPiece& piece : batch.pieces) {
+    PendingCall& call = *piece.call;
+    if (!call.is_routed) {
+      absl::Status status = runner_.Route(call);
+      if (!status.ok()) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        Complete(piece.call, std::move(status), after);
+        Unpin(piece.call, after);
+        continue;
+      }
+      record.route_micros += call.result.timings.route_micros;
+    }
+    routed.push_back(std::move(piece));
+  }
+  batch.pieces = std::move(routed);
+}
+
+void StepController::FinishStep(StepBatch& batch, const StepOutcome& outcome, Aftermath& after) {
+  if (!outcome.status.ok()) {
+    if (outcome.was_lost && outcome.was_started) {
+      lost_epoch_ = outcome.epoch;
+      ++counters_.steps_lost;
+    }
+    HandleStepError(batch, outcome, after);
+    return;
+  }
+  for (StepPiece& piece : batch.pieces) {
+    const CallPtr& call = piece.call;
+    counters_.tokens_done += piece.num_tokens;
+    if (call->num_done_tokens == call->call->num_tokens && !call->completed) {
+      call->result.timings.total_micros =
+          absl::ToInt64Microseconds(clock_->Now() - call->submitted);
+      Complete(call, std::move(call->result), after);
+    }
+    Unpin(call, after);
+  }
+}
+
+void StepController::HandleStepError(StepBatch& batch, const StepOutcome& outcome,
+                                     Aftermath& after) {
+  const bool may_repeat = MayRepeat(batch, outcome);
+  std::vector<StepPiece> open;
+  for (StepPiece& piece : batch.pieces) {
+    if (outcome.was_lost && outcome.was_started) piece.call->was_lost = true;
+    if (may_repeat && !piece.call->completed) {
+      piece.waiting_since = clock_->Now();
+      open.push_back(std::move(piece));
+      continue;
+    }
+    Complete(piece.call, StepError(outcome), after);
+    Unpin(piece.call, after);
+  }
+  queue_.PushRepeats(RepeatBatches(std::move(open), batch.attempt, outcome));
+}
+
+// ---- Completion ---------------------------------------------------------------------------------
+
+void StepController::Complete(const CallPtr& call, absl::StatusOr<ForwardResult> result,
+                              Aftermath& after) {
+  if (!registry_.Complete(call, std::move(result), clock_->Now(), after)) return;
+  // What waits to be repeated would hold the buffers for as long as there is no epoch.
+  if (queue_.Remove(call)) Unpin(call, after);
+  if (registry_.num_open_calls() == 0) idle_cv_.notify_all();
+}
+
+void StepController::Unpin(const CallPtr& call, Aftermath& after) {
+  registry_.Unpin(call, clock_->Now(), after);
+}
+
+void StepController::CompleteOpenCalls(absl::FunctionRef<absl::Status(const PendingCall&)> error,
+                                       Aftermath& after) {
+  for (const CallPtr& call : registry_.OpenCalls()) {
+    absl::Status status = error(*call);
+    if (!status.ok()) Complete(call, std::move(status), after);
+  }
+}
+
+void StepController::Deliver(Aftermath& after) {
+  const bool was_delivering = std::exchange(delivering, true);
+  const absl::Time now = clock_->Now();
+  for (Aftermath::Completion& completion : after.completions) {
+    const PendingCall& call = *completion.call;
+    if (observer_ != nullptr) {
+      observer_->OnCallDone(
+          {.model = call.key.model->name,
+           .layer = call.key.layer->index,
+           .code = completion.result.status().code(),
+           .num_tokens = call.call->num_tokens,
+           .queue_micros = completion.result.ok() ? completion.result->timings.queue_micros : 0,
+           .total_micros = absl::ToInt64Microseconds(now - call.submitted)});
+    }
+    completion.done(std::move(completion.result));
+  }
+  delivering = was_delivering;
+  after = Aftermath();
+}
+
+// ---- Deadlines ----------------------------------------------------------------------------------
+
+absl::Status StepController::LateError(const PendingCall& call, absl::Time now) const {
+  if (call.deadline <= now) {
+    return CallError(ErrorReason::kDeadlinePassed, "the call's deadline passed");
+  }
+  if (call.no_epoch_at > now || EpochReady()) return absl::OkStatus();
+  if (call.was_lost) {
+    return CallError(ErrorReason::kStepLost,
+                     "a rank was lost and no new epoch formed before the call's deadline");
+  }
+  return CallError(ErrorReason::kNoEpoch, "not all ranks came before the call's deadline");
+}
+
+void StepController::TimerLoop() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stopping_) {
+    Aftermath after;
+    const absl::Time now = clock_->Now();
+    CompleteOpenCalls([&](const PendingCall& call) { return LateError(call, now); }, after);
+    if (!after.completions.empty()) {
+      lock.unlock();
+      Deliver(after);
+      lock.lock();
+      continue;
+    }
+    // A new epoch, or none any more, is no event here: NotifyEpochChanged and the worker's polling
+    // make this thread look again.
+    timer_wakes_at_ = absl::InfiniteFuture();
+    for (const CallPtr& call : registry_.OpenCalls()) {
+      const absl::Time wake = call->no_epoch_at > now ? call->no_epoch_at : call->deadline;
+      timer_wakes_at_ = std::min(timer_wakes_at_, wake);
+    }
+    clock_->WaitUntil(timer_cv_, lock, timer_wakes_at_);
+  }
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,201 @@
+#include "server/control/step_runner.h"
+
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/control/stitching.h"
+#include "server/ops/call_error.h"
+
+namespace expertmesh {
+namespace {
+
+// Durations are real ones, whatever the clock says.
+class Stopwatch {
+ public:
+  int64_t Micros() const {
+    return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() -
+                                                                 start_)
+        .count();
+  }
+
+ private:
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+std::vector<RoutingSegment> Segments(absl::Span<const StepPiece> pieces) {
+  std::vector<RoutingSegment> segments;
+  segments.reserve(pieces.size());
+  for (const StepPiece& piece : pieces) {
+    const PendingCall& call = *piece.call;
+    const int64_t skipped = piece.first_token * call.topk;
+    segments.push_back(
+        {call.topk_ids + skipped, call.topk_weights + skipped, piece.num_tokens, call.topk});
+  }
+  return segments;
+}
+
+void AddTimings(const StepTimings& timings, StepTimings& sum) {
+  sum.dispatch_micros += timings.dispatch_micros;
+  sum.compute_micros += timings.compute_micros;
+  sum.combine_micros += timings.combine_micros;
+}
+
+void AddStats(const StepPiece& piece, ForwardStats& stats) {
+  const PendingCall& call = *piece.call;
+  stats.tokens_per_expert.resize(call.call->layer->num_experts, 0);
+  const int32_t* ids = call.topk_ids + piece.first_token * call.topk;
+  for (int64_t i = 0; i < piece.num_tokens * call.topk; ++i) {
+    if (ids[i] >= 0) ++stats.tokens_per_expert[ids[i]];
+  }
+}
+
+// rpc/ has checked ids and sizes, so what planning refuses is the caller's choice of a strategy.
+absl::Status PlanError(const absl::Status& status) {
+  if (!absl::IsInvalidArgument(status) || GetCallErrorDetails(status).has_value()) return status;
+  return CallError(ErrorReason::kInvalidField, status.message(), {.field = "options.dispatch"});
+}
+
+}  // namespace
+
+int64_t CountPairs(absl::Span<const StepPiece> pieces) {
+  int64_t pairs = 0;
+  for (const RoutingSegment& segment : Segments(pieces)) {
+    for (int64_t i = 0; i < segment.num_tokens * segment.topk; ++i) {
+      pairs += segment.topk_ids[i] >= 0;
+    }
+  }
+  return pairs;
+}
+
+absl::Status StepRunner::Route(PendingCall& pending) const {
+  const ForwardCall& call = *pending.call;
+  if (call.routing == RoutingKind::kTopK) {
+    pending.topk = call.topk;
+    pending.topk_ids = reinterpret_cast<const int32_t*>(call.topk_ids.data());
+    pending.topk_weights = reinterpret_cast<const float*>(call.topk_weights.data());
+    pending.is_routed = true;
+    return absl::OkStatus();
+  }
+  const Router* router =
+      routers_ == nullptr ? nullptr : routers_->Find(call.model->name, call.layer->index);
+  if (router == nullptr) {
+    return CallError(ErrorReason::kNoGateWeights,
+                     absl::StrCat("no router for layer ", call.layer->index, " of model ",
+                                  call.model->name, ": send topk_ids and topk_weights"));
+  }
+  const Stopwatch stopwatch;
+  pending.topk = call.layer->topk;
+  pending.routed_ids.resize(call.num_tokens * pending.topk);
+  pending.routed_weights.resize(pending.routed_ids.size());
+  const absl::Span<int32_t> ids = absl::MakeSpan(pending.routed_ids);
+  const absl::Span<float> weights = absl::MakeSpan(pending.routed_weights);
+  absl::Status status;
+  if (call.routing == RoutingKind::kRouterLogits) {
+    status = router->RouteLogits(call.router_logits.data(), call.router_logits_dtype,
+                                 call.num_tokens, ids, weights);
+  } else {
+    const RowSpan rows = {call.hidden_states.data(), call.num_tokens};
+    status = router->RouteHidden({&rows, 1}, call.activation_dtype, ids, weights);
+  }
+  if (!status.ok()) return status;
+  pending.topk_ids = pending.routed_ids.data();
+  pending.topk_weights = pending.routed_weights.data();
+  pending.result.timings.route_micros = stopwatch.Micros();
+  pending.is_routed = true;
+  return absl::OkStatus();
+}
+
+int64_t StepRunner::CountFittingTokens(absl::Span<const StepPiece> pieces,
+                                       const StepLimits& limits) const {
+  const BatchKey& key = pieces[0].call->key;
+  const Placement* placement = group_->placement(key.model->name, key.layer->index);
+  // Run says what is wrong.
+  if (placement == nullptr) return pieces[0].num_tokens;
+  return CountTokensThatFit(Segments(pieces), *placement, 0, limits.max_tokens,
+                            limits.max_rank_pairs);
+}
+
+StepHeader StepRunner::Header(const BatchKey& key) {
+  StepHeader header;
+  header.incarnation = group_->incarnation();
+  header.epoch = group_->epoch();
+  header.step = ++last_step_;
+  header.model = key.model->name;
+  header.layer = key.layer->index;
+  header.strategy = key.dispatch;
+  header.combine = key.combine;
+  header.activation_dtype = key.activation_dtype;
+  header.combine_dtype = key.combine_dtype;
+  header.output_dtype = key.output_dtype;
+  header.apply_router_weight_on_input = key.apply_router_weight_on_input;
+  return header;
+}
+
+StepOutcome StepRunner::Run(const StepBatch& batch, bool on_caller, absl::Duration step_timeout,
+                            StepRecord& record) {
+  const BatchKey& key = batch.pieces[0].call->key;
+  const StepHeader header = Header(key);
+  StepOutcome outcome;
+  outcome.epoch = header.epoch;
+  record.step = header.step;
+  record.epoch = header.epoch;
+  record.on_caller = on_caller;
+  const auto fail = [&outcome, &record](absl::Status status, bool was_lost) {
+    record.status = status;
+    outcome.status = std::move(status);
+    outcome.was_lost = was_lost;
+    return outcome;
+  };
+  if (header.epoch == 0) {
+    outcome.was_started = false;
+    return fail(absl::UnavailableError("the epoch has ended"), true);
+  }
+
+  const Placement* placement = group_->placement(key.model->name, key.layer->index);
+  if (placement == nullptr) {
+    return fail(absl::InternalError(absl::StrCat("no rank holds layer ", key.layer->index,
+                                                 " of model ", key.model->name)),
+                false);
+  }
+  const Stopwatch plan_stopwatch;
+  const std::vector<RoutingSegment> segments = Segments(batch.pieces);
+  absl::StatusOr<StepPlan> plan =
+      PlanStep({.header = header, .segments = segments, .placement = placement});
+  if (!plan.ok()) return fail(PlanError(plan.status()), false);
+  record.plan_micros = plan_stopwatch.Micros();
+  const std::vector<int64_t> shard_offsets = plan->shard_offsets;
+  record.strategy = plan->slices[0].header.strategy;
+
+  GroupStep step;
+  step.shards = CutShards(batch.pieces, shard_offsets);
+  step.plan = *std::move(plan);
+  const Stopwatch run_stopwatch;
+  absl::StatusOr<GroupStepResult> result =
+      group_->RunStep(std::move(step), on_caller, clock_->Now() + step_timeout);
+  record.run_micros = run_stopwatch.Micros();
+  if (!result.ok()) {
+    return fail(result.status(),
+                absl::IsUnavailable(result.status()) || absl::IsDeadlineExceeded(result.status()));
+  }
+  absl::Status stitched = StitchOutputs(batch.pieces, shard_offsets, result->shards);
+  if (!stitched.ok()) return fail(std::move(stitched), false);
+
+  record.timings = result->timings;
+  for (const StepPiece& piece : batch.pieces) {
+    PendingCall& call = *piece.call;
+    call.num_done_tokens += piece.num_tokens;
+    call.result.incarnation = header.incarnation;
+    call.result.epoch = header.epoch;
+    call.result.last_step = header.step;
+    call.result.strategy = record.strategy;
+    call.result.timings.plan_micros += record.plan_micros;
+    AddTimings(result->timings, call.result.timings.step);
+    ++call.result.stats.num_steps;
+    call.result.stats.step_tokens += record.num_tokens;
+    if (call.call->want_stats) AddStats(piece, call.result.stats);
+  }
+  return outcome;
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,64 @@
+#ifndef EXPERTMESH_SERVER_CONTROL_STEP_RUNNER_H_
+#define EXPERTMESH_SERVER_CONTROL_STEP_RUNNER_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "server/cluster/expert_group.h"
+#include "server/control/control_observer.h"
+#include "server/control/pending_call.h"
+#include "server/ops/clock.h"
+#include "server/routing/router_table.h"
+
+namespace expertmesh {
+
+struct StepLimits {
+  int64_t max_tokens = 0;
+  int64_t max_rank_pairs = 0;
+};
+
+struct StepOutcome {
+  absl::Status status;
+  // The step was lost with its epoch, or ran out of time: it may be tried again with a later one.
+  bool was_lost = false;
+  // False: there was no epoch to start it in.
+  bool was_started = true;
+  uint64_t epoch = 0;
+};
+
+// One batch through routing, planning, the ranks and back. Knows neither queues nor locks: used by
+// the holder of the run token alone. Blocking.
+class StepRunner {
+ public:
+  // All outlive the runner; `routers` may be null when no call needs one.
+  StepRunner(ExpertGroup* group, const RouterTable* routers, Clock* clock)
+      : group_(group), routers_(routers), clock_(clock) {}
+
+  // Fills the call's topk_ids and topk_weights, once. Errors are the call's own.
+  absl::Status Route(PendingCall& call) const;
+
+  // How many of the pieces' first tokens fit one step.
+  int64_t CountFittingTokens(absl::Span<const StepPiece> pieces, const StepLimits& limits) const;
+
+  // On success the pieces' calls have their outputs, timings and stats of these tokens added. Fills
+  // the record but for what it says of queueing and routing.
+  StepOutcome Run(const StepBatch& batch, bool on_caller, absl::Duration step_timeout,
+                  StepRecord& record);
+
+ private:
+  StepHeader Header(const BatchKey& key);
+
+  ExpertGroup* const group_;
+  const RouterTable* const routers_;
+  Clock* const clock_;
+  uint64_t last_step_ = 0;
+};
+
+// Of the pieces: (token, k) with an expert.
+int64_t CountPairs(absl::Span<const StepPiece> pieces);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_CONTROL_STEP_RUNNER_H_
