@@ -122,23 +122,35 @@ absl::Status SafetensorsWriter::Write(const char* data, int64_t size_bytes) {
 }
 
 absl::Status SafetensorsWriter::Append(absl::Span<const std::byte> bytes) {
-  if (next_ == names_.size()) {
+  SkipWhole();
+  const int64_t num_bytes = static_cast<int64_t>(bytes.size());
+  if (num_bytes == 0) return absl::OkStatus();
+  if (current_ == names_.size()) {
     return absl::InvalidArgumentError(
-        absl::StrCat("all ", names_.size(), " declared tensors were written already"));
+        absl::StrCat("all ", names_.size(), " declared tensors are written already"));
   }
-  if (static_cast<int64_t>(bytes.size()) != size_bytes_[next_]) {
-    return absl::InvalidArgumentError(absl::StrCat("tensor ", Printable(names_[next_]), ": got ",
-                                                   bytes.size(), " bytes; declared ",
-                                                   size_bytes_[next_]));
+  if (num_bytes > size_bytes_[current_] - written_bytes_) {
+    return absl::InvalidArgumentError(absl::StrCat("tensor ", Printable(names_[current_]), ": got ",
+                                                   written_bytes_ + num_bytes, " bytes; declared ",
+                                                   size_bytes_[current_]));
   }
-  ++next_;
-  return Write(reinterpret_cast<const char*>(bytes.data()), static_cast<int64_t>(bytes.size()));
+  written_bytes_ += num_bytes;
+  return Write(reinterpret_cast<const char*>(bytes.data()), num_bytes);
+}
+
+void SafetensorsWriter::SkipWhole() {
+  while (current_ < names_.size() && written_bytes_ == size_bytes_[current_]) {
+    ++current_;
+    written_bytes_ = 0;
+  }
 }
 
 absl::Status SafetensorsWriter::Finish() {
-  if (next_ != names_.size()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("tensor ", Printable(names_[next_]), " was declared but not written"));
+  SkipWhole();
+  if (current_ != names_.size()) {
+    return absl::InvalidArgumentError(absl::StrCat("tensor ", Printable(names_[current_]), ": got ",
+                                                   written_bytes_, " bytes; declared ",
+                                                   size_bytes_[current_]));
   }
   const int fd = std::exchange(fd_, -1);
   if (close(fd) != 0) return SystemError(partial_path_, "close");

@@ -35,22 +35,24 @@ class SafetensorsWriter {
   // Removes the partial file when Finish has not succeeded.
   ~SafetensorsWriter();
 
-  // The next tensor's bytes, in the order of the declaration. INVALID_ARGUMENT when their number is
-  // not what was declared.
+  // The next bytes, a tensor or a piece of one, in the order of the declaration. INVALID_ARGUMENT
+  // when they reach beyond the tensor's end: a piece belongs to one tensor.
   absl::Status Append(absl::Span<const std::byte> bytes);
-  // INVALID_ARGUMENT when tensors are missing.
+  // INVALID_ARGUMENT when bytes are missing.
   absl::Status Finish();
 
  private:
   SafetensorsWriter() = default;
   absl::Status Write(const char* data, int64_t size_bytes);
+  void SkipWhole();  // goes on to the first tensor that lacks bytes
 
   std::string path_;
   std::string partial_path_;
   int fd_ = -1;
   std::vector<std::string> names_;
   std::vector<int64_t> size_bytes_;
-  size_t next_ = 0;
+  size_t current_ = 0;         // tensor
+  int64_t written_bytes_ = 0;  // of it
 };
 
 struct SafetensorsToWrite {

@@ -11,8 +11,9 @@ namespace expertmesh {
 
 // Random weights for any ModelSpec, for tests and for trying sizes without a checkpoint. An
 // expert's weights depend on (seed, layer index, expert id) and its shape alone, so any rank
-// makes the same ones. Experts of kClampedSwiGlu have biases, as GPT-OSS has. Thread safe; each
-// Load computes anew and the result owns its memory.
+// makes the same ones. Each matrix is contiguous and row-major, up right behind gate. Experts of
+// kClampedSwiGlu have biases, as GPT-OSS has. Thread safe; each Load computes anew and the result
+// owns its memory.
 class SyntheticWeightSource : public WeightSource {
  public:
   // INVALID_ARGUMENT as ValidateModelSpec. The spec's fingerprint is replaced.
