@@ -51,8 +51,7 @@ absl::StatusOr<int64_t> PackedLayerBytes(const ModelSpec& model, const LayerSpec
                                          const Placement& placement, int32_t ep_rank) {
   const int64_t num_local_experts = static_cast<int64_t>(placement.local_experts(ep_rank).size());
   const std::optional<int64_t> bytes =
-      CheckedSizeProduct({num_local_experts, 3, model.hidden_size, layer.intermediate_size,
-                          DTypeBytes(model.weight_dtype)});
+      CheckedSizeProduct({num_local_experts, ExpertWeightBytes(model, layer)});
   if (!bytes) {
     return absl::OutOfRangeError(absl::StrCat("layer ", layer.index, ": ", num_local_experts,
                                               " experts of ", model.hidden_size, " x ",

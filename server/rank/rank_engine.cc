@@ -46,8 +46,7 @@ absl::Status RankEngine::LoadLayer(const WeightSource& source, const LayerSpec& 
     layer.kernels = *std::move(kernels);
   }
 
-  const int64_t expert_bytes =
-      3 * model.hidden_size * layer_spec.intermediate_size * DTypeBytes(model.weight_dtype);
+  const int64_t expert_bytes = ExpertWeightBytes(model, layer_spec);
   std::mutex mutex;
   absl::Status first_error;
   backend().ForEachLoad(layer.num_local_experts, [&](int64_t local_expert_id) {

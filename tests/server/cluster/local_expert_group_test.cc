@@ -1,0 +1,221 @@
+#include "server/cluster/local_expert_group.h"
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "gtest/gtest.h"
+#include "tests/server/cluster/random_moe.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+
+int64_t Uniform(std::mt19937_64& random, int64_t first, int64_t last) {
+  return std::uniform_int_distribution<int64_t>(first, last)(random);
+}
+
+DType AnyDType(std::mt19937_64& random) { return kDTypes[Uniform(random, 0, 2)]; }
+
+template <typename T>
+T OneOf(std::mt19937_64& random, std::initializer_list<T> values) {
+  return values.begin()[Uniform(random, 0, static_cast<int64_t>(values.size()) - 1)];
+}
+
+using Owners = std::vector<int32_t>;
+
+LocalExpertGroupOptions GroupOptions(int32_t num_ranks, CpuIsa isa, const Owners& owners) {
+  LocalExpertGroupOptions options;
+  options.num_ranks = num_ranks;
+  options.isa = isa;
+  if (!owners.empty()) {
+    options.place = [owners](const ModelSpec&, const LayerSpec&, int32_t ep_size) {
+      return Placement::FromOwners(owners, ep_size);
+    };
+  }
+  return options;
+}
+
+Owners RandomOwners(std::mt19937_64& random, int32_t num_experts, int32_t num_ranks) {
+  Owners owners(num_experts);
+  for (int32_t& owner : owners) owner = static_cast<int32_t>(Uniform(random, 0, num_ranks - 1));
+  return owners;
+}
+
+// Ranks, instruction set, activation dtype.
+class WholeStepTest : public ::testing::TestWithParam<std::tuple<int32_t, CpuIsa, DType>> {
+ protected:
+  // Everything else by the seed. Odd sizes come by turn, so that no seed can miss them.
+  void RunCase(uint64_t seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    const auto [num_ranks, isa, activation_dtype] = GetParam();
+    std::mt19937_64 random(seed * 1000 + num_ranks);
+    constexpr int64_t kHiddenSizes[] = {1, 33, 2880, 64, 7};
+    RandomMoeShape shape;
+    shape.hidden_size = kHiddenSizes[seed % 5];
+    shape.intermediate_size = shape.hidden_size > 1000 ? 24 : Uniform(random, 1, 50);
+    shape.num_experts = static_cast<int32_t>(
+        shape.hidden_size > 1000 ? Uniform(random, 1, 9) : OneOf(random, {1, 2, 5, 8, 33, 64}));
+    shape.topk = static_cast<int32_t>(Uniform(random, 1, 16));
+    shape.weight_dtype = OneOf(random, {activation_dtype, AnyDType(random)});
+    shape.activation = OneOf(random, {Activation::kSiluMul, Activation::kSiluMul,
+                                      Activation::kGeluMul, Activation::kClampedSwiGlu});
+    const RandomMoe moe(shape, seed);
+    LocalExpertGroupOptions options = GroupOptions(
+        num_ranks, isa,
+        Uniform(random, 0, 1) == 0 ? Owners() : RandomOwners(random, shape.num_experts, num_ranks));
+    options.format = OneOf(random, {ActivationFormat::kContiguous, ActivationFormat::kBatched});
+    const std::unique_ptr<LocalExpertGroup> group = LoadGroup(moe, options);
+    ASSERT_NE(group, nullptr);
+
+    const int64_t num_tokens = OneOf<int64_t>(random, {0, 1, 2, Uniform(random, 3, 40)});
+    const RandomTokens tokens(moe, num_tokens, activation_dtype, seed);
+    for (const CombineMode combine : {CombineMode::kSum, CombineMode::kPerExpert}) {
+      for (const bool weight_on_input : {false, true}) {
+        StepChoices choices;
+        choices.combine = combine;
+        choices.weight_on_input = weight_on_input;
+        choices.output_dtype = OneOf(random, {activation_dtype, AnyDType(random)});
+        choices.combine_dtype = OneOf(random, {choices.output_dtype, DType::kFloat32});
+        choices.on_caller = Uniform(random, 0, 1) == 0;
+        if (Uniform(random, 0, 1) == 0) {
+          choices.shard_sizes = MakeRandomShardSizes(random, num_tokens, num_ranks);
+        }
+        SCOPED_TRACE(std::string(CombineModeName(combine)) +
+                     (weight_on_input ? ", weight on input" : ""));
+        const auto outputs = RunTokens(*group, moe, tokens, choices);
+        ASSERT_TRUE(outputs.ok()) << outputs.status();
+        ExpectNearReference(moe, tokens, choices, *outputs);
+      }
+    }
+  }
+};
+
+TEST_P(WholeStepTest, IsNearTheReference) {
+  for (uint64_t seed = 1; seed <= 15 && !HasFailure(); ++seed) RunCase(seed);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, WholeStepTest,
+                         ::testing::Combine(::testing::Values(1, 2, 3, 4, 7),
+                                            ::testing::ValuesIn(SupportedCpuIsas()),
+                                            ::testing::ValuesIn(kDTypes)),
+                         [](const auto& test) {
+                           return std::to_string(std::get<0>(test.param)) + "ranks_" +
+                                  CpuIsaName(std::get<1>(test.param)) + "_" +
+                                  std::string(DTypeName(std::get<2>(test.param)));
+                         });
+
+// Ranks, combine mode, weight on the input.
+class SameBytesTest : public ::testing::TestWithParam<std::tuple<int32_t, CombineMode, bool>> {
+ protected:
+  static constexpr int64_t kTokens = 30;
+
+  SameBytesTest() {
+    num_ranks_ = std::get<0>(GetParam());
+    choices_.combine = std::get<1>(GetParam());
+    choices_.weight_on_input = std::get<2>(GetParam());
+    choices_.combine_dtype = DType::kFloat16;
+    choices_.output_dtype = DType::kBFloat16;
+  }
+
+  std::unique_ptr<LocalExpertGroup> Group(int32_t num_ranks, const Owners& owners,
+                                          ActivationFormat format = ActivationFormat::kContiguous) {
+    LocalExpertGroupOptions options = GroupOptions(num_ranks, SupportedCpuIsas().back(), owners);
+    options.format = format;
+    return LoadGroup(moe_, options);
+  }
+
+  // Outputs of all tokens by one step.
+  std::vector<std::vector<std::byte>> All(LocalExpertGroup& group) {
+    const auto outputs = RunTokens(group, moe_, tokens_, choices_);
+    EXPECT_TRUE(outputs.ok()) << outputs.status();
+    return outputs.ok() ? *outputs : std::vector<std::vector<std::byte>>(kTokens);
+  }
+
+  // The tokens of `choices` have the bytes that they have in `expected`.
+  void ExpectSame(LocalExpertGroup& group, const StepChoices& choices,
+                  const std::vector<std::vector<std::byte>>& expected) {
+    const auto outputs = RunTokens(group, moe_, tokens_, choices);
+    ASSERT_TRUE(outputs.ok()) << outputs.status();
+    for (size_t i = 0; i < choices.tokens.size(); ++i) {
+      ASSERT_EQ((*outputs)[i], expected[choices.tokens[i]]) << "token " << choices.tokens[i];
+    }
+  }
+
+  const RandomMoe moe_{RandomMoeShape{48, 40, 16, 6, DType::kBFloat16}, 5};
+  const RandomTokens tokens_{moe_, kTokens, DType::kBFloat16, 6};
+  int32_t num_ranks_ = 1;
+  StepChoices choices_;
+};
+
+TEST_P(SameBytesTest, AloneInAnyBatchAndInAnySplit) {
+  std::mt19937_64 random(99);
+  for (const bool contiguous : {true, false}) {
+    const auto group =
+        Group(num_ranks_,
+              contiguous ? Owners() : RandomOwners(random, moe_.shape.num_experts, num_ranks_));
+    const auto expected = All(*group);
+    for (int64_t token = 0; token < kTokens; ++token) {
+      StepChoices choices = choices_;
+      choices.tokens = {token};
+      choices.shard_sizes = MakeRandomShardSizes(random, 1, num_ranks_);
+      ExpectSame(*group, choices, expected);
+    }
+    for (int round = 0; round < 30; ++round) {
+      StepChoices choices = choices_;
+      choices.tokens.resize(kTokens);
+      std::iota(choices.tokens.begin(), choices.tokens.end(), 0);
+      std::shuffle(choices.tokens.begin(), choices.tokens.end(), random);
+      choices.tokens.resize(Uniform(random, 1, kTokens));
+      choices.shard_sizes =
+          MakeRandomShardSizes(random, static_cast<int64_t>(choices.tokens.size()), num_ranks_);
+      choices.on_caller = round % 2 == 0;
+      ExpectSame(*group, choices, expected);
+      ASSERT_FALSE(HasFailure()) << "round " << round;
+    }
+  }
+}
+
+TEST_P(SameBytesTest, InBothFormats) {
+  const auto contiguous = Group(num_ranks_, {});
+  const auto batched = Group(num_ranks_, {}, ActivationFormat::kBatched);
+  EXPECT_EQ(All(*contiguous), All(*batched));
+}
+
+TEST_P(SameBytesTest, ByBothStrategiesOnOneRank) {
+  const auto group = Group(1, {});
+  choices_.strategy = DispatchMode::kPassthrough;
+  const auto expected = All(*group);
+  choices_.strategy = DispatchMode::kAllToAll;
+  EXPECT_EQ(All(*group), expected);
+}
+
+TEST_P(SameBytesTest, PerExpertWhereverTheExpertsAre) {
+  if (choices_.combine != CombineMode::kPerExpert) return;  // kSum depends on the placement
+  std::mt19937_64 random(123);
+  const auto expected = All(*Group(1, {}));
+  for (int round = 0; round < 5; ++round) {
+    const auto group = Group(num_ranks_, RandomOwners(random, moe_.shape.num_experts, num_ranks_));
+    choices_.shard_sizes = MakeRandomShardSizes(random, kTokens, num_ranks_);
+    choices_.on_caller = round % 2 == 0;
+    EXPECT_EQ(All(*group), expected) << "round " << round;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, SameBytesTest,
+                         ::testing::Combine(::testing::Values(1, 2, 3, 4, 7, 20),
+                                            ::testing::Values(CombineMode::kSum,
+                                                              CombineMode::kPerExpert),
+                                            ::testing::Bool()),
+                         [](const auto& test) {
+                           return std::to_string(std::get<0>(test.param)) + "ranks_" +
+                                  CombineModeName(std::get<1>(test.param)) +
+                                  (std::get<2>(test.param) ? "_weight_on_input" : "");
+                         });
+
+}  // namespace
+}  // namespace expertmesh
