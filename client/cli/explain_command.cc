@@ -1,7 +1,6 @@
-#include <grpcpp/impl/codegen/proto_utils.h>
-
 #include <cstdio>
 #include <string>
+#include <utility>
 
 #include "absl/flags/declare.h"
 #include "absl/flags/flag.h"
@@ -14,7 +13,6 @@
 #include "client/cli/connection_flags.h"
 #include "client/cli/forward_job.h"
 #include "client/cli/json_output.h"
-#include "client/forward_wire.h"
 
 ABSL_DECLARE_FLAG(std::string, model);
 ABSL_FLAG(int, max_tokens, 8, "tokens to show one by one");
@@ -80,15 +78,11 @@ absl::Status Run() {
   if (!model.ok()) return model.status();
   ForwardJob job;
   if (absl::Status status = FillForwardJob(*model, job); !status.ok()) return status;
-  absl::StatusOr<grpc::ByteBuffer> bytes = EncodeForwardRequest(job.input);
-  if (!bytes.ok()) return bytes.status();
+  absl::StatusOr<v1::ForwardRequest> forward = RequestMessage(job.input);
+  if (!forward.ok()) return forward.status();
   v1::ExplainRequest request;
   request.set_max_tokens(absl::GetFlag(FLAGS_max_tokens));
-  if (!grpc::SerializationTraits<v1::ForwardRequest>::Deserialize(&*bytes,
-                                                                  request.mutable_request())
-           .ok()) {
-    return absl::InternalError("the request that this command made cannot be read back");
-  }
+  *request.mutable_request() = *std::move(forward);
   const absl::StatusOr<v1::ExplainResponse> answer =
       (*client)->Explain(request, CallOptionsFromFlags());
   if (!answer.ok()) return answer.status();

@@ -1,5 +1,7 @@
 #include "client/cli/forward_job.h"
 
+#include <grpcpp/impl/codegen/proto_utils.h>
+
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -12,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/cli/wire_dtype.h"
+#include "client/forward_wire.h"
 
 ABSL_FLAG(std::string, model, "", "model name; empty: the only one served");
 ABSL_FLAG(int, layer, -1, "the checkpoint's own layer index; -1: the first layer that has experts");
@@ -279,6 +282,16 @@ absl::Status FillForwardJob(const v1::GetModelResponse& model, ForwardJob& job) 
   input.hidden_size = job.hidden_states.shape[1];
   input.hidden_states = Bytes(job.hidden_states);
   return FillRouting(**layer, random, job);
+}
+
+absl::StatusOr<v1::ForwardRequest> RequestMessage(const ForwardInput& input) {
+  absl::StatusOr<grpc::ByteBuffer> bytes = EncodeForwardRequest(input);
+  if (!bytes.ok()) return bytes.status();
+  v1::ForwardRequest request;
+  if (!grpc::SerializationTraits<v1::ForwardRequest>::Deserialize(&*bytes, &request).ok()) {
+    return absl::InternalError("the request that this command made cannot be read back");
+  }
+  return request;
 }
 
 }  // namespace expertmesh

@@ -30,6 +30,9 @@ struct ForwardJob {
 // names the flag.
 absl::Status FillForwardJob(const v1::GetModelResponse& model, ForwardJob& job);
 
+// The same call as a protobuf message, for Explain.
+absl::StatusOr<v1::ForwardRequest> RequestMessage(const ForwardInput& input);
+
 }  // namespace expertmesh
 
 #endif  // EXPERTMESH_CLIENT_CLI_FORWARD_JOB_H_

@@ -1,0 +1,84 @@
+#include <unistd.h>
+
+#include <cstdio>
+#include <optional>
+#include <string>
+
+#include "absl/flags/flag.h"
+#include "absl/strings/str_cat.h"
+#include "client/cli/command.h"
+#include "kernels/base/dtype.h"
+#include "server/model/synthetic_checkpoint.h"
+
+ABSL_FLAG(std::string, out, "", "directory to write the checkpoint to");
+ABSL_FLAG(std::string, architecture, "Qwen3MoeForCausalLM", "whose names and layout to write");
+ABSL_FLAG(int64_t, hidden_size, 256, "columns of hidden states");
+ABSL_FLAG(int64_t, intermediate_size, 128, "columns between an expert's two matrix products");
+ABSL_FLAG(int, layers, 2, "layers, all of them with experts");
+ABSL_FLAG(int, experts, 16, "experts per layer");
+ABSL_FLAG(int, experts_per_token, 4, "the router rule's top-k");
+ABSL_FLAG(std::string, weight_dtype, "bfloat16", "float32, float16 or bfloat16");
+ABSL_FLAG(uint64_t, weight_seed, 0, "of the weights");
+ABSL_FLAG(int64_t, shard_bytes, 0,
+          "write several files of about this size and an index; 0: one file");
+ABSL_FLAG(bool, overwrite, false, "replace a checkpoint that is there already");
+
+namespace expertmesh {
+namespace {
+
+absl::Status Run() {
+  SyntheticCheckpointOptions options;
+  options.architecture = absl::GetFlag(FLAGS_architecture);
+  options.hidden_size = absl::GetFlag(FLAGS_hidden_size);
+  options.intermediate_size = absl::GetFlag(FLAGS_intermediate_size);
+  options.num_layers = absl::GetFlag(FLAGS_layers);
+  options.num_experts = absl::GetFlag(FLAGS_experts);
+  options.topk = absl::GetFlag(FLAGS_experts_per_token);
+  options.seed = absl::GetFlag(FLAGS_weight_seed);
+  options.max_shard_bytes = absl::GetFlag(FLAGS_shard_bytes);
+  options.overwrite = absl::GetFlag(FLAGS_overwrite);
+  const std::optional<DType> dtype = DTypeFromName(absl::GetFlag(FLAGS_weight_dtype));
+  if (!dtype.has_value()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--weight_dtype=", absl::GetFlag(FLAGS_weight_dtype),
+                     "; known: float32, float16, bfloat16"));
+  }
+  options.dtype = *dtype;
+  const std::string directory = absl::GetFlag(FLAGS_out);
+  if (directory.empty())
+    return absl::InvalidArgumentError("--out is missing: name a directory to write to");
+
+  const bool terminal = isatty(STDERR_FILENO) != 0;
+  const auto summary =
+      WriteSyntheticCheckpoint(directory, options, [&](int64_t written, int64_t total) {
+        if (terminal && total > 0) {
+          fprintf(stderr, "\r  %3lld%% of %.1f MB%s", static_cast<long long>(100 * written / total),
+                  static_cast<double>(total) * 1e-6, written == total ? "\n" : "");
+        }
+      });
+  if (!summary.ok()) return summary.status();
+  const LayerSpec& layer = summary->model.layers.front();
+  printf("%s: %s, %zu layers of %d experts, hidden size %lld, intermediate %lld, top-%d, %s\n",
+         directory.c_str(), summary->model.architecture.c_str(), summary->model.layers.size(),
+         layer.num_experts, static_cast<long long>(summary->model.hidden_size),
+         static_cast<long long>(layer.intermediate_size), layer.topk,
+         std::string(DTypeName(options.dtype)).c_str());
+  printf("  %lld tensors, %.1f MB in %lld file%s\n", static_cast<long long>(summary->num_tensors),
+         static_cast<double>(summary->size_bytes) * 1e-6,
+         static_cast<long long>(summary->num_files), summary->num_files == 1 ? "" : "s");
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+const Command kCheckpointCommand = {
+    "checkpoint", "writes a small synthetic checkpoint in Hugging Face format",
+    "  --out=DIR\n"
+    "  --architecture=NAME --layers=N --experts=N --experts_per_token=N\n"
+    "  --hidden_size=N --intermediate_size=N --weight_dtype=T --weight_seed=N\n"
+    "  --shard_bytes=N   several files and an index\n"
+    "  --overwrite       replace what is there\n\n"
+    "  expertmesh checkpoint --out=/tmp/tiny-moe\n",
+    Run};
+
+}  // namespace expertmesh
