@@ -40,7 +40,6 @@ class ExpertServiceImpl final : public RawForward {
       limits->set_max_request_bytes(options_.max_message_bytes);
       limits->set_max_step_tokens(options_.max_step_tokens);
       limits->set_max_deadline_micros(absl::ToInt64Microseconds(options_.max_deadline));
-      model.set_ep_size(options_.ep_size);
     }
   }
 
@@ -108,13 +107,11 @@ class ExpertServiceImpl final : public RawForward {
     if (found == nullptr) return ModelNotFoundError(name, names);
     *response = *found;
     if (const ServingBackend* backend = options_.state->backend()) {
-      // Known only once the experts were read.
-      for (const ModelSpec* model : backend->validator->models()) {
-        if (model->name == found->model()) response->set_fingerprint(model->fingerprint);
+      for (const auto& [model, fingerprint] : backend->placement_fingerprints) {
+        if (model->name == found->model()) response->set_placement_fingerprint(fingerprint);
       }
       response->set_incarnation(backend->group->incarnation());
       response->set_epoch(backend->group->epoch());
-      response->set_placement_fingerprint(backend->placement_fingerprint);
     }
     response->set_ready(Ready());
     return absl::OkStatus();

@@ -16,6 +16,8 @@ class Service;
 
 namespace expertmesh {
 
+inline constexpr char kExpertServiceName[] = "expertmesh.v1.ExpertService";
+
 struct ExpertServiceOptions {
   ServingState* state = nullptr;
   const ServerMetrics* metrics = nullptr;
@@ -25,7 +27,6 @@ struct ExpertServiceOptions {
   // max_deadline_micros are added here.
   std::vector<v1::GetModelResponse> models;
   int64_t max_step_tokens = 0;
-  int32_t ep_size = 0;
 };
 
 // The public service. Forward and Explain take their messages as bytes (forward_decoder.h), so that

@@ -84,7 +84,7 @@ absl::StatusOr<grpc::ByteBuffer> ExplainReactor::Explain(const ServingBackend& b
   const ForwardCall& call = *valid->call;
   ExplainParams params;
   params.forward = &*valid;
-  params.router = backend.router(*call.model, *call.layer);
+  params.router = backend.routers->Find(call.model->name, call.layer->index);
   params.placement = backend.group->placement(call.model->name, call.layer->index);
   params.epoch = backend.group->epoch();
   params.max_tokens = request->max_tokens;

@@ -17,7 +17,7 @@ void FillServedBy(const ForwardAnswerInfo& info, const ServingBackend& backend,
   served_by->set_ep_size(backend.group->ep_size());
   served_by->set_instruction_set(backend.instruction_set);
   served_by->set_fingerprint(info.model->fingerprint);
-  served_by->set_placement_fingerprint(backend.placement_fingerprint);
+  served_by->set_placement_fingerprint(backend.placement_fingerprints.at(info.model));
 }
 
 void FillTimings(const ForwardTimings& timings, absl::Duration total, v1::Timings* out) {

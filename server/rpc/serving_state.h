@@ -2,7 +2,7 @@
 #define EXPERTMESH_SERVER_RPC_SERVING_STATE_H_
 
 #include <cstdint>
-#include <functional>
+#include <map>
 #include <memory>
 #include <string>
 
@@ -11,7 +11,7 @@
 #include "absl/time/time.h"
 #include "server/cluster/expert_group.h"
 #include "server/control/forward_controller.h"
-#include "server/routing/router.h"
+#include "server/routing/router_table.h"
 #include "server/rpc/forward_validation.h"
 
 namespace expertmesh {
@@ -21,12 +21,11 @@ struct ServingBackend {
   ForwardController* controller = nullptr;
   ExpertGroup* group = nullptr;
   const ForwardValidator* validator = nullptr;
-  // The layer's router, for Explain.
-  std::function<const Router*(const ModelSpec&, const LayerSpec&)> router;
+  const RouterTable* routers = nullptr;
   int64_t max_step_tokens = 0;
   int64_t max_rank_pairs = 0;
   std::string instruction_set;
-  std::string placement_fingerprint;
+  std::map<const ModelSpec*, std::string> placement_fingerprints;  // of each model served
 };
 
 // Loading, serving, draining: in that order, never back. Calls that arrive while loading wait here,

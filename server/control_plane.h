@@ -1,0 +1,54 @@
+#ifndef EXPERTMESH_SERVER_CONTROL_PLANE_H_
+#define EXPERTMESH_SERVER_CONTROL_PLANE_H_
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "server/cluster/local_expert_group.h"
+#include "server/control/step_controller.h"
+#include "server/rpc/grpc_server.h"
+
+namespace expertmesh {
+
+struct ControlPlaneOptions {
+  std::vector<std::pair<std::string, std::string>> models;  // name (empty: the folder's), folder
+  std::string architecture;    // reads them as this one; empty: as config.json says
+  std::string metrics_listen;  // empty: none
+  std::string port_file;       // gets the gRPC port's number; empty: none
+  absl::Duration drain_timeout = absl::Seconds(30);
+  bool allow_dispatch_option = false;
+  bool progress_on_terminal = false;
+  LocalExpertGroupOptions group;
+  StepControllerOptions controller;
+  GrpcServerOptions server;
+};
+
+// The control plane with its ranks inside: what the process does after its flags were read.
+// server/README.md walks a request through it.
+class ControlPlane {
+ public:
+  explicit ControlPlane(ControlPlaneOptions options);
+  ~ControlPlane();
+
+  // Opens the checkpoints, listens (calls wait), loads, serves. Blocking. Errors are for the user:
+  // they name the file, flag or address.
+  absl::Status Start();
+  // From any thread, once. While Start is loading, which nothing can interrupt, it refuses the
+  // calls that wait and ends the process with 0.
+  void Stop();
+  // After Start: blocks until Stop; then health says NOT_SERVING, new calls get UNAVAILABLE
+  // (DRAINING), and those admitted end, or are cut off after drain_timeout.
+  void WaitForStopAndDrain();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_CONTROL_PLANE_H_

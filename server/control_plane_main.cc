@@ -1,0 +1,217 @@
+// expertmesh-control-plane: reads the flags; ControlPlane does the rest.
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <fstream>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "server/control_plane.h"
+#include "server/ops/command_line.h"
+#include "server/ops/logging.h"
+#include "server/ops/stop_signals.h"
+
+using expertmesh::ByteSize;
+
+ABSL_FLAG(std::string, checkpoint, "",
+          "Folder of a checkpoint in Hugging Face format: config.json and safetensors.");
+ABSL_FLAG(std::string, model_name, "",
+          "What clients call --checkpoint's model; empty: the folder's own name.");
+ABSL_FLAG(std::vector<std::string>, model, {},
+          "NAME=DIR, or several by commas: other models to serve, or instead of --checkpoint.");
+ABSL_FLAG(std::string, architecture, "",
+          "Reads checkpoints as this architecture, whatever their config.json says.");
+ABSL_FLAG(int32_t, local_ranks, 1, "Expert-parallel ranks inside this process.");
+ABSL_FLAG(std::string, listen, "127.0.0.1:50051",
+          "host:port of the public gRPC service. Port 0: the system chooses.");
+ABSL_FLAG(std::string, metrics_listen, "127.0.0.1:9464",
+          "host:port of Prometheus' GET /metrics. Port 0: the system chooses. Empty: none.");
+ABSL_FLAG(std::string, port_file, "",
+          "File to write the gRPC port's number to, once it is bound; for port 0.");
+ABSL_FLAG(std::string, tls_cert, "", "PEM file: this server's certificate chain. With --tls_key.");
+ABSL_FLAG(std::string, tls_key, "", "PEM file: its private key.");
+ABSL_FLAG(std::string, tls_ca, "", "PEM file: clients must show a certificate of this authority.");
+ABSL_FLAG(int64_t, max_step_tokens, 8192,
+          "Tokens of one step: waiting requests are merged up to it, larger ones split.");
+ABSL_FLAG(int64_t, max_rank_pairs, 65536,
+          "(token, expert) pairs on any one rank in a step; splits steps of skewed routing.");
+ABSL_FLAG(ByteSize, max_inflight_bytes, ByteSize{int64_t{1} << 30},
+          "Payload of admitted requests; above it calls get RESOURCE_EXHAUSTED.");
+ABSL_FLAG(int64_t, max_inflight_tokens, 1 << 20, "Tokens of admitted requests; likewise.");
+ABSL_FLAG(ByteSize, max_message_bytes, ByteSize{int64_t{72} << 20},
+          "One request message: 64 MiB of hidden states, and their routing.");
+ABSL_FLAG(ByteSize, max_transport_bytes, ByteSize{int64_t{1} << 30},
+          "What gRPC itself may hold in buffers.");
+ABSL_FLAG(absl::Duration, max_deadline, absl::Seconds(60),
+          "Deadline of a call that brings none, and the most that one may bring.");
+ABSL_FLAG(absl::Duration, step_timeout, absl::Seconds(30),
+          "A step that takes longer ends its epoch.");
+ABSL_FLAG(absl::Duration, drain_timeout, absl::Seconds(30),
+          "After SIGTERM: time for admitted calls to end.");
+ABSL_FLAG(int, threads, 0, "Threads of all ranks together; 0: one for each core.");
+ABSL_FLAG(std::string, isa, "auto", "CPU kernels: auto, portable, avx2, avx512_bf16.");
+ABSL_FLAG(bool, allow_dispatch_option, false,
+          "Lets requests choose the dispatch strategy (options.dispatch); for debugging.");
+ABSL_FLAG(std::string, log_format, "text", "text or json, to standard error.");
+ABSL_FLAG(std::string, log_level, "info", "debug, info, warning or error.");
+
+namespace expertmesh {
+namespace {
+
+constexpr int kExitFailure = 1;
+constexpr int kExitUsage = 2;
+constexpr char kUsage[] =
+    "usage: expertmesh-control-plane --checkpoint=DIR [--local_ranks=N] [flags]\n"
+    "Serves the experts of a Mixture-of-Experts checkpoint over gRPC.\n\nflags:\n";
+
+absl::StatusOr<std::string> ReadFile(const std::string& path) {
+  if (path.empty()) return std::string();
+  std::ifstream file(path, std::ios::binary);
+  std::stringstream text;
+  text << file.rdbuf();
+  if (!file) return absl::NotFoundError(absl::StrCat("cannot read ", path));
+  return text.str();
+}
+
+absl::StatusOr<std::optional<CpuIsa>> ParseIsa(const std::string& name) {
+  if (name == "auto") return std::nullopt;
+  std::string known = "auto";
+  for (const CpuIsa isa : {CpuIsa::kPortable, CpuIsa::kAvx2, CpuIsa::kAvx512Bf16}) {
+    if (name == CpuIsaName(isa)) return isa;
+    absl::StrAppend(&known, ", ", CpuIsaName(isa));
+  }
+  return absl::InvalidArgumentError(absl::StrCat("--isa is '", name, "'; known: ", known));
+}
+
+absl::Status Positive(const char* flag, int64_t value) {
+  if (value > 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("--", flag, " is ", value, "; at least 1"));
+}
+
+absl::Status Positive(const char* flag, absl::Duration value) {
+  if (value > absl::ZeroDuration()) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("--", flag, " is ", absl::FormatDuration(value), "; above 0"));
+}
+
+absl::Status ReadModelFlags(ControlPlaneOptions* options) {
+  if (const std::string folder = absl::GetFlag(FLAGS_checkpoint); !folder.empty()) {
+    options->models.emplace_back(absl::GetFlag(FLAGS_model_name), folder);
+  }
+  for (const std::string& text : absl::GetFlag(FLAGS_model)) {
+    const std::vector<std::string> parts = absl::StrSplit(text, absl::MaxSplits('=', 1));
+    if (parts.size() != 2 || parts[0].empty() || parts[1].empty()) {
+      return absl::InvalidArgumentError(absl::StrCat("--model has '", text, "'; NAME=DIR"));
+    }
+    options->models.emplace_back(parts[0], parts[1]);
+  }
+  if (options->models.empty()) return absl::InvalidArgumentError("--checkpoint is missing");
+  return absl::OkStatus();
+}
+
+// Once; everything that is wrong with a flag is found here.
+absl::StatusOr<ControlPlaneOptions> ReadFlags() {
+  ControlPlaneOptions options;
+  for (const absl::Status& status :
+       {ReadModelFlags(&options), Positive("local_ranks", absl::GetFlag(FLAGS_local_ranks)),
+        Positive("max_step_tokens", absl::GetFlag(FLAGS_max_step_tokens)),
+        Positive("max_rank_pairs", absl::GetFlag(FLAGS_max_rank_pairs)),
+        Positive("max_inflight_bytes", absl::GetFlag(FLAGS_max_inflight_bytes).bytes),
+        Positive("max_inflight_tokens", absl::GetFlag(FLAGS_max_inflight_tokens)),
+        Positive("max_message_bytes", absl::GetFlag(FLAGS_max_message_bytes).bytes),
+        Positive("max_transport_bytes", absl::GetFlag(FLAGS_max_transport_bytes).bytes),
+        Positive("max_deadline", absl::GetFlag(FLAGS_max_deadline)),
+        Positive("step_timeout", absl::GetFlag(FLAGS_step_timeout))}) {
+    if (!status.ok()) return status;
+  }
+  if (absl::GetFlag(FLAGS_threads) < 0) {
+    return absl::InvalidArgumentError("--threads is negative; 0: one for each core");
+  }
+  absl::StatusOr<std::optional<CpuIsa>> isa = ParseIsa(absl::GetFlag(FLAGS_isa));
+  if (!isa.ok()) return isa.status();
+  options.group.num_ranks = absl::GetFlag(FLAGS_local_ranks);
+  options.group.num_threads = absl::GetFlag(FLAGS_threads);
+  options.group.isa = *isa;
+
+  options.controller.limits.max_bytes_in_flight = absl::GetFlag(FLAGS_max_inflight_bytes).bytes;
+  options.controller.limits.max_tokens_in_flight = absl::GetFlag(FLAGS_max_inflight_tokens);
+  options.controller.max_step_tokens = absl::GetFlag(FLAGS_max_step_tokens);
+  options.controller.max_rank_pairs = absl::GetFlag(FLAGS_max_rank_pairs);
+  options.controller.max_deadline = absl::GetFlag(FLAGS_max_deadline);
+  options.controller.step_timeout = absl::GetFlag(FLAGS_step_timeout);
+
+  options.server.listen = absl::GetFlag(FLAGS_listen);
+  options.server.max_message_bytes = absl::GetFlag(FLAGS_max_message_bytes).bytes;
+  options.server.max_transport_bytes = absl::GetFlag(FLAGS_max_transport_bytes).bytes;
+  options.architecture = absl::GetFlag(FLAGS_architecture);
+  options.metrics_listen = absl::GetFlag(FLAGS_metrics_listen);
+  options.port_file = absl::GetFlag(FLAGS_port_file);
+  options.drain_timeout = absl::GetFlag(FLAGS_drain_timeout);
+  options.allow_dispatch_option = absl::GetFlag(FLAGS_allow_dispatch_option);
+  options.progress_on_terminal =
+      isatty(STDERR_FILENO) != 0 && absl::GetFlag(FLAGS_log_format) == "text";
+  for (const auto& [flag, text] :
+       {std::pair{absl::GetFlag(FLAGS_tls_cert), &options.server.tls_certificate},
+        {absl::GetFlag(FLAGS_tls_key), &options.server.tls_key},
+        {absl::GetFlag(FLAGS_tls_ca), &options.server.tls_ca}}) {
+    absl::StatusOr<std::string> file = ReadFile(flag);
+    if (!file.ok()) return file.status();
+    *text = *std::move(file);
+  }
+  return options;
+}
+
+int UsageError(const absl::Status& status) {
+  // Last, where the eye is.
+  std::fprintf(stderr, "%s%s\nerror: %s\n", kUsage, DescribeFlags("control_plane_main.cc").c_str(),
+               std::string(status.message()).c_str());
+  return kExitUsage;
+}
+
+int Run(const std::vector<std::string>& args) {
+  const absl::StatusOr<CommandLine> line = ParseCommandLine(args);
+  if (!line.ok()) return UsageError(line.status());
+  if (line->help) {
+    std::printf("%s%s", kUsage, DescribeFlags("control_plane_main.cc").c_str());
+    return 0;
+  }
+  if (!line->positionals.empty()) {
+    return UsageError(absl::InvalidArgumentError(
+        absl::StrCat("'", line->positionals.front(), "' is no flag; flags start with --")));
+  }
+  const absl::StatusOr<LogFormat> format = ParseLogFormat(absl::GetFlag(FLAGS_log_format));
+  if (!format.ok()) return UsageError(format.status());
+  const absl::StatusOr<LogLevel> level = ParseLogLevel(absl::GetFlag(FLAGS_log_level));
+  if (!level.ok()) return UsageError(level.status());
+  absl::StatusOr<ControlPlaneOptions> options = ReadFlags();
+  if (!options.ok()) return UsageError(options.status());
+
+  InitLogging({*level, *format});
+  ControlPlane control_plane(*std::move(options));
+  const StopSignals signals([&control_plane](int signal_number) {
+    LogInfo("stop asked for", {{"signal", signal_number}});
+    control_plane.Stop();
+  });
+  const absl::Status status = control_plane.Start();
+  if (!status.ok()) {
+    LogError(absl::StrCat("cannot start: ", status.message()));
+    return kExitFailure;
+  }
+  control_plane.WaitForStopAndDrain();
+  return 0;
+}
+
+}  // namespace
+}  // namespace expertmesh
+
+int main(int argc, char** argv) {
+  expertmesh::TuneProcessForGrpc();
+  return expertmesh::Run(std::vector<std::string>(argv + 1, argv + argc));
+}
