@@ -2,9 +2,17 @@
 
 #include <algorithm>
 #include <iterator>
+#include <tuple>
 #include <utility>
 
 namespace expertmesh {
+namespace {
+
+bool WaitsLonger(const PendingCall& a, const PendingCall& b) {
+  return std::tie(a.waiting_since, a.id) < std::tie(b.waiting_since, b.id);
+}
+
+}  // namespace
 
 void BatchQueue::Push(const CallPtr& call) {
   std::list<CallPtr>& queue = queues_[call->key];
@@ -51,9 +59,7 @@ StepBatch BatchQueue::Take(int64_t max_tokens) {
   }
   const std::list<CallPtr>* oldest = nullptr;
   for (const auto& [key, queue] : queues_) {
-    if (oldest == nullptr || queue.front()->waiting_since < oldest->front()->waiting_since) {
-      oldest = &queue;
-    }
+    if (oldest == nullptr || WaitsLonger(*queue.front(), *oldest->front())) oldest = &queue;
   }
   int64_t num_tokens = 0;
   for (const CallPtr& call : *oldest) {

@@ -141,10 +141,13 @@ absl::Status Planner::CutShards() {
                                                      num_tokens, " others is outside [0, ",
                                                      kMaxTokens, "]"));
     }
-    if (segment.num_tokens > 0 &&
-        (segment.topk < 1 || segment.topk_ids == nullptr || segment.topk_weights == nullptr)) {
+    if (segment.topk < 0) {
       return absl::InvalidArgumentError(
-          absl::StrCat("topk: ", segment.topk, " must be at least 1"));
+          absl::StrCat("topk: ", segment.topk, " must be at least 0"));
+    }
+    if (segment.num_tokens > 0 && segment.topk > 0 &&
+        (segment.topk_ids == nullptr || segment.topk_weights == nullptr)) {
+      return absl::InvalidArgumentError("topk_ids and topk_weights are missing");
     }
     num_tokens += segment.num_tokens;
   }

@@ -51,7 +51,7 @@ struct RoutingSegment {
   const int32_t *topk_ids = nullptr;    // [num_tokens, topk]
   const float *topk_weights = nullptr;  // [num_tokens, topk]
   int64_t num_tokens = 0;
-  int32_t topk = 0;
+  int32_t topk = 0;  // 0: tokens without experts, arrays may be null
 };
 
 // One rank's part of a step. Token indices are local to the rank's shard.
