@@ -18,7 +18,7 @@ std::string Metadata(const google::rpc::ErrorInfo& info, const char* key) {
 
 }  // namespace
 
-absl::Status FromGrpcStatus(const grpc::Status& status) {
+absl::Status StatusOfServer(const grpc::Status& status) {
   if (status.ok()) return absl::OkStatus();
   absl::Status result(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
   if (!status.error_details().empty()) {

@@ -21,7 +21,7 @@ struct ServerErrorDetails {
 };
 
 // The same code and message, with the details kept for GetServerErrorDetails.
-absl::Status FromGrpcStatus(const grpc::Status& status);
+absl::Status StatusOfServer(const grpc::Status& status);
 
 // Nothing for a status that no ExpertMesh server made (a connection that failed, a proxy's answer).
 std::optional<ServerErrorDetails> GetServerErrorDetails(const absl::Status& status);

@@ -74,7 +74,7 @@ struct ExpertClient::Connection {
     if (const grpc::Status status =
             grpc::SerializationTraits<Request>::Serialize(request, &bytes, &own_buffer);
         !status.ok()) {
-      return FromGrpcStatus(status);
+      return StatusOfServer(status);
     }
     absl::StatusOr<grpc::ByteBuffer> answer = absl::UnknownError("no answer yet");
     absl::Notification answered;
@@ -153,6 +153,11 @@ absl::StatusOr<ForwardOutput> ExpertClient::Forward(const ForwardInput& input,
   });
   answered.WaitForNotification();
   return output;
+}
+
+std::unique_ptr<ForwardStream> ExpertClient::OpenForwardStream(
+    const ForwardStreamOptions& options) {
+  return ForwardStream::Open(connection_->stub, options);
 }
 
 absl::StatusOr<v1::GetModelResponse> ExpertClient::GetModel(const std::string& model,

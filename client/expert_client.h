@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "client/forward_input.h"
+#include "client/forward_stream.h"
 
 namespace expertmesh {
 
@@ -68,6 +69,10 @@ class ExpertClient {
   // calls). An error in the input itself is reported before the function returns, on this thread.
   // Of `input` only TensorBytes with an owner are kept.
   void ForwardAsync(const ForwardInput& input, const CallOptions& call, ForwardDone done);
+
+  // For many calls at a time (forward_stream.h). Does not wait for the connection. The stream may
+  // outlive the client.
+  std::unique_ptr<ForwardStream> OpenForwardStream(const ForwardStreamOptions& options = {});
 
   // Blocking.
   absl::StatusOr<v1::GetModelResponse> GetModel(const std::string& model,

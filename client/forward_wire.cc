@@ -5,12 +5,14 @@
 #include <google/protobuf/wire_format_lite.h>
 #include <grpc/slice.h>
 #include <grpcpp/support/proto_buffer_reader.h>
+#include <grpcpp/support/status.h>
 
 #include <cstring>
 #include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/client_error.h"
 
 namespace expertmesh {
 namespace {
@@ -188,6 +190,34 @@ absl::Status CheckOutputSize(ForwardOutput& result) {
   return status.ok() ? status : absl::DataLossError(status.message());
 }
 
+// Reads up to the innermost limit of `in`, or to its end where there is none.
+absl::StatusOr<ForwardOutput> DecodeResponse(CodedInputStream& in) {
+  ForwardOutput result;
+  std::string rest;
+  {
+    StringOutputStream rest_stream(&rest);
+    CodedOutputStream rest_out(&rest_stream);
+    while (const uint32_t tag = in.ReadTag()) {
+      if (tag !=
+          WireFormatLite::MakeTag(kOutputNumber, WireFormatLite::WIRETYPE_LENGTH_DELIMITED)) {
+        if (!WireFormatLite::SkipField(&in, tag, &rest_out))
+          return absl::DataLossError("malformed ForwardResponse");
+        continue;
+      }
+      int length = 0;
+      if (!in.ReadVarintSizeAsInt(&length)) return absl::DataLossError("malformed ForwardResponse");
+      const CodedInputStream::Limit limit = in.PushLimit(length);
+      if (absl::Status status = DecodeOutputTensor(in, result); !status.ok()) return status;
+      in.PopLimit(limit);
+    }
+    if (!in.ConsumedEntireMessage()) return absl::DataLossError("malformed ForwardResponse");
+  }
+  if (!result.response.MergeFromString(rest))
+    return absl::DataLossError("malformed ForwardResponse");
+  if (absl::Status status = CheckOutputSize(result); !status.ok()) return status;
+  return result;
+}
+
 }  // namespace
 
 absl::StatusOr<grpc::ByteBuffer> EncodeForwardRequest(const ForwardInput& input) {
@@ -245,30 +275,78 @@ absl::StatusOr<ForwardOutput> DecodeForwardResponse(const grpc::ByteBuffer& byte
   grpc::ProtoBufferReader reader(&source);
   if (!reader.status().ok()) return absl::DataLossError(reader.status().error_message());
   CodedInputStream in(&reader);
-  ForwardOutput result;
+  return DecodeResponse(in);
+}
+
+absl::StatusOr<grpc::ByteBuffer> EncodeForwardStreamRequest(uint64_t stream_seq,
+                                                            int64_t timeout_micros,
+                                                            const ForwardInput& input) {
+  absl::StatusOr<grpc::ByteBuffer> request = EncodeForwardRequest(input);
+  if (!request.ok()) return request.status();
+  std::vector<grpc::Slice> slices;
+  if (!request->Dump(&slices).ok()) return absl::InternalError("a message without slices");
+  v1::ForwardStreamRequest envelope;
+  envelope.set_stream_seq(stream_seq);
+  envelope.set_timeout_micros(timeout_micros);
+  std::string head = envelope.SerializeAsString();
+  {
+    StringOutputStream stream(&head);
+    CodedOutputStream out(&stream);
+    out.WriteTag(WireFormatLite::MakeTag(v1::ForwardStreamRequest::kRequestFieldNumber,
+                                         WireFormatLite::WIRETYPE_LENGTH_DELIMITED));
+    out.WriteVarint64(request->Length());
+  }
+  slices.emplace(slices.begin(), head);
+  return grpc::ByteBuffer(slices.data(), slices.size());
+}
+
+grpc::ByteBuffer EncodeForwardStreamCancel(uint64_t stream_seq) {
+  v1::ForwardStreamRequest message;
+  message.set_stream_seq(stream_seq);
+  message.set_cancel(true);
+  const grpc::Slice slice(message.SerializeAsString());
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+absl::StatusOr<ForwardStreamAnswer> DecodeForwardStreamResponse(const grpc::ByteBuffer& bytes) {
+  const auto malformed = [] { return absl::DataLossError("malformed ForwardStreamResponse"); };
+  grpc::ByteBuffer source = bytes;
+  grpc::ProtoBufferReader reader(&source);
+  if (!reader.status().ok()) return absl::DataLossError(reader.status().error_message());
+  CodedInputStream in(&reader);
+  ForwardStreamAnswer answer;
+  answer.result = absl::DataLossError("a ForwardStreamResponse without a result");
   std::string rest;
   {
     StringOutputStream rest_stream(&rest);
     CodedOutputStream rest_out(&rest_stream);
     while (const uint32_t tag = in.ReadTag()) {
-      if (tag !=
-          WireFormatLite::MakeTag(kOutputNumber, WireFormatLite::WIRETYPE_LENGTH_DELIMITED)) {
-        if (!WireFormatLite::SkipField(&in, tag, &rest_out))
-          return absl::DataLossError("malformed ForwardResponse");
+      if (tag != WireFormatLite::MakeTag(v1::ForwardStreamResponse::kResponseFieldNumber,
+                                         WireFormatLite::WIRETYPE_LENGTH_DELIMITED)) {
+        if (!WireFormatLite::SkipField(&in, tag, &rest_out)) return malformed();
         continue;
       }
       int length = 0;
-      if (!in.ReadVarintSizeAsInt(&length)) return absl::DataLossError("malformed ForwardResponse");
+      if (!in.ReadVarintSizeAsInt(&length)) return malformed();
       const CodedInputStream::Limit limit = in.PushLimit(length);
-      if (absl::Status status = DecodeOutputTensor(in, result); !status.ok()) return status;
+      answer.result = DecodeResponse(in);
+      // What of it was not read is of no use, but whose answer it is may stand behind it.
+      if (!in.Skip(in.BytesUntilLimit())) return malformed();
       in.PopLimit(limit);
     }
-    if (!in.ConsumedEntireMessage()) return absl::DataLossError("malformed ForwardResponse");
+    if (!in.ConsumedEntireMessage()) return malformed();
   }
-  if (!result.response.MergeFromString(rest))
-    return absl::DataLossError("malformed ForwardResponse");
-  if (absl::Status status = CheckOutputSize(result); !status.ok()) return status;
-  return result;
+  v1::ForwardStreamResponse envelope;
+  if (!envelope.ParseFromString(rest)) return malformed();
+  answer.stream_seq = envelope.stream_seq();
+  if (envelope.has_error()) {
+    const google::rpc::Status& error = envelope.error();
+    answer.result = error.code() == 0
+                        ? absl::DataLossError("an error with code OK")
+                        : StatusOfServer(grpc::Status(static_cast<grpc::StatusCode>(error.code()),
+                                                      error.message(), error.SerializeAsString()));
+  }
+  return answer;
 }
 
 }  // namespace expertmesh

@@ -43,7 +43,7 @@ struct Operation : std::enable_shared_from_this<Operation> {
 
   void Finished(const grpc::Status& grpc_status) {
     if (grpc_status.ok()) return done(std::move(running->response));
-    const absl::Status status = FromGrpcStatus(grpc_status);
+    const absl::Status status = StatusOfServer(grpc_status);
     ++attempt;
     const std::optional<absl::Duration> backoff =
         BackoffBeforeRetry(policy, status, attempt, absl::Now(), deadline, RandomUnit());

@@ -11,30 +11,30 @@
 #include "server/ops/call_error.h"
 #include "server/rpc/explain_reactor.h"
 #include "server/rpc/forward_reactor.h"
+#include "server/rpc/forward_stream_reactor.h"
 #include "server/rpc/status_mapping.h"
 
 namespace expertmesh {
 namespace {
 
-// Ends at once, whatever the client sends.
-class RefusedStream final
-    : public grpc::ServerBidiReactor<v1::ForwardStreamRequest, v1::ForwardStreamResponse> {
- public:
-  explicit RefusedStream(const grpc::Status& status) { Finish(status); }
-  void OnDone() override { delete this; }
-};
-
-using RawForward = v1::ExpertService::WithRawCallbackMethod_Forward<
-    v1::ExpertService::WithRawCallbackMethod_Explain<v1::ExpertService::CallbackService>>;
+// Method by method: the raw form of a stream cannot stand on top of the typed one.
+using V1 = v1::ExpertService;
+using RawForward = V1::WithRawCallbackMethod_Forward<
+    V1::WithRawCallbackMethod_ForwardStream<V1::WithCallbackMethod_GetModel<
+        V1::WithCallbackMethod_ListModels<V1::WithRawCallbackMethod_Explain<V1::Service>>>>>;
 
 class ExpertServiceImpl final : public RawForward {
  public:
-  explicit ExpertServiceImpl(ExpertServiceOptions options) : options_(std::move(options)) {
+  explicit ExpertServiceImpl(ExpertServiceOptions options)
+      : options_(std::move(options)), stream_total_(options_.max_all_streams_inflight_bytes) {
     forward_.state = options_.state;
     forward_.metrics = options_.metrics;
     forward_.decode_limits.max_message_bytes = options_.max_message_bytes;
     forward_.max_deadline = options_.max_deadline;
     forward_.next_request_number = &next_request_number_;
+    streams_.forward = &forward_;
+    streams_.total = &stream_total_;
+    streams_.max_stream_inflight_bytes = options_.max_stream_inflight_bytes;
     for (v1::GetModelResponse& model : options_.models) {
       v1::Limits* limits = model.mutable_limits();
       limits->set_max_request_bytes(options_.max_message_bytes);
@@ -62,12 +62,9 @@ class ExpertServiceImpl final : public RawForward {
     return reactor;
   }
 
-  grpc::ServerBidiReactor<v1::ForwardStreamRequest, v1::ForwardStreamResponse>* ForwardStream(
-      grpc::CallbackServerContext*) override {
-    const absl::Status status =
-        CallError(ErrorReason::kNotImplemented, "ForwardStream is not served yet; use Forward");
-    options_.metrics->CountCall(CallMethod::kForwardStream, status.code(), 0);
-    return new RefusedStream(ToGrpcStatus(status));
+  grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ForwardStream(
+      grpc::CallbackServerContext* context) override {
+    return ForwardStreamReactor::Start(streams_, context);
   }
 
   grpc::ServerUnaryReactor* GetModel(grpc::CallbackServerContext* context,
@@ -128,6 +125,8 @@ class ExpertServiceImpl final : public RawForward {
   ExpertServiceOptions options_;
   std::atomic<uint64_t> next_request_number_{1};
   ForwardEnvironment forward_;
+  ForwardStreamTotal stream_total_;
+  ForwardStreamEnvironment streams_;
   ExplainQueue explain_queue_;
 };
 

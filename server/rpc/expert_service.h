@@ -27,10 +27,14 @@ struct ExpertServiceOptions {
   // max_deadline_micros are added here.
   std::vector<v1::GetModelResponse> models;
   int64_t max_step_tokens = 0;
+  // Bytes in flight on one ForwardStream, and on all of them; see forward_stream_state.h.
+  int64_t max_stream_inflight_bytes = int64_t{64} << 20;
+  int64_t max_all_streams_inflight_bytes = int64_t{1} << 30;
 };
 
-// The public service. Forward and Explain take their messages as bytes (forward_decoder.h), so that
-// no tensor passes through a protobuf message; the others are ordinary.
+// The public service. Forward, ForwardStream and Explain take their messages as bytes
+// (forward_decoder.h), so that no tensor passes through a protobuf message; the others are
+// ordinary.
 std::unique_ptr<grpc::Service> NewExpertService(ExpertServiceOptions options);
 
 }  // namespace expertmesh

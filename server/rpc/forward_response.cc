@@ -58,6 +58,13 @@ absl::StatusOr<OutputSpan> WidenOutput(const std::vector<OutputSpan>& spans, DTy
   return OutputSpan{owner->data(), owner->size_bytes(), owner};
 }
 
+absl::StatusOr<grpc::ByteBuffer> Encode(std::optional<uint64_t> stream_seq,
+                                        const v1::ForwardResponse& header,
+                                        const EncodedOutput* output) {
+  return stream_seq.has_value() ? EncodeForwardStreamResponse(*stream_seq, header, output)
+                                : EncodeForwardResponse(header, output);
+}
+
 }  // namespace
 
 ForwardAnswerInfo AnswerInfoOf(const ValidForward& valid) {
@@ -75,7 +82,8 @@ ForwardAnswerInfo AnswerInfoOf(const ValidForward& valid) {
 
 absl::StatusOr<grpc::ByteBuffer> EncodeAnswer(const ForwardAnswerInfo& info,
                                               const ServingBackend& backend, ForwardResult result,
-                                              absl::Duration total, Allocator* allocator) {
+                                              absl::Duration total, Allocator* allocator,
+                                              std::optional<uint64_t> stream_seq) {
   v1::ForwardResponse header;
   header.set_request_id(info.request_id);
   v1::ServedBy* served_by = header.mutable_served_by();
@@ -89,7 +97,7 @@ absl::StatusOr<grpc::ByteBuffer> EncodeAnswer(const ForwardAnswerInfo& info,
   }
   FillTimings(result.timings, total, header.mutable_timings());
   FillStats(info, result.stats, header.mutable_stats());
-  if (info.stats_only) return EncodeForwardResponse(header, nullptr);
+  if (info.stats_only) return Encode(stream_seq, header, nullptr);
 
   EncodedOutput output;
   output.tensor.set_dtype(DTypeToWire(info.output_dtype));
@@ -105,15 +113,16 @@ absl::StatusOr<grpc::ByteBuffer> EncodeAnswer(const ForwardAnswerInfo& info,
   } else {
     output.spans = result.output;
   }
-  return EncodeForwardResponse(header, &output);
+  return Encode(stream_seq, header, &output);
 }
 
 absl::StatusOr<grpc::ByteBuffer> EncodeValidated(const ForwardAnswerInfo& info,
-                                                 const ServingBackend& backend) {
+                                                 const ServingBackend& backend,
+                                                 std::optional<uint64_t> stream_seq) {
   v1::ForwardResponse header;
   header.set_request_id(info.request_id);
   FillServedBy(info, backend, header.mutable_served_by());
-  return EncodeForwardResponse(header, nullptr);
+  return Encode(stream_seq, header, nullptr);
 }
 
 }  // namespace expertmesh

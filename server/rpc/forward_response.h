@@ -1,6 +1,8 @@
 #ifndef EXPERTMESH_SERVER_RPC_FORWARD_RESPONSE_H_
 #define EXPERTMESH_SERVER_RPC_FORWARD_RESPONSE_H_
 
+#include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -26,14 +28,17 @@ struct ForwardAnswerInfo {
 ForwardAnswerInfo AnswerInfoOf(const ValidForward& valid);
 
 // The message for a result; its output refers to the result's memory, except for
-// OUTPUT_FORMAT_VALUES, which is converted. `allocator` gives that memory.
+// OUTPUT_FORMAT_VALUES, which is converted. `allocator` gives that memory. With a `stream_seq`: a
+// ForwardStreamResponse instead of a ForwardResponse.
 absl::StatusOr<grpc::ByteBuffer> EncodeAnswer(const ForwardAnswerInfo& info,
                                               const ServingBackend& backend, ForwardResult result,
-                                              absl::Duration total, Allocator* allocator);
+                                              absl::Duration total, Allocator* allocator,
+                                              std::optional<uint64_t> stream_seq = std::nullopt);
 
-// The answer to validate_only.
+// The answer to validate_only; `stream_seq` as above.
 absl::StatusOr<grpc::ByteBuffer> EncodeValidated(const ForwardAnswerInfo& info,
-                                                 const ServingBackend& backend);
+                                                 const ServingBackend& backend,
+                                                 std::optional<uint64_t> stream_seq = std::nullopt);
 
 }  // namespace expertmesh
 

@@ -15,9 +15,9 @@ struct ForwardStreamEnvelope {
   bool cancel = false;
 };
 
-// Reads the outermost fields of a ForwardStreamRequest and skips its `request`, in time that does
-// not depend on its size. INVALID_ARGUMENT (MALFORMED_MESSAGE) where these are malformed: then
-// nobody can be told which message it was. `message` is not changed. Thread safe, does not block.
+// Reads the outermost fields of a ForwardStreamRequest and skips its `request`. INVALID_ARGUMENT
+// (MALFORMED_MESSAGE) where these are malformed: then nobody can be told which message it was.
+// `message` is not changed. Thread safe, does not block.
 absl::StatusOr<ForwardStreamEnvelope> ReadForwardStreamEnvelope(grpc::ByteBuffer* message);
 
 }  // namespace expertmesh

@@ -24,7 +24,7 @@ absl::Status ServerError(grpc::StatusCode code, const std::string& reason, int64
     retry.mutable_retry_delay()->set_nanos(static_cast<int32_t>(retry_millis * 1000000));
     details.add_details()->PackFrom(retry);
   }
-  return FromGrpcStatus(grpc::Status(code, "text", details.SerializeAsString()));
+  return StatusOfServer(grpc::Status(code, "text", details.SerializeAsString()));
 }
 
 const absl::Time kNow = absl::FromUnixSeconds(1000);

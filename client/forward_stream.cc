@@ -1,0 +1,277 @@
+#include "client/forward_stream.h"
+
+#include <grpcpp/client_context.h>
+#include <grpcpp/support/client_callback.h>
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "client/client_error.h"
+#include "client/forward_wire.h"
+
+namespace expertmesh {
+
+// Lives until gRPC has called OnDone and the ForwardStream is gone.
+class ForwardStream::Reactor final
+    : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
+      public std::enable_shared_from_this<Reactor> {
+ public:
+  explicit Reactor(const ForwardStreamOptions& options) : options_(options) {}
+
+  void Start(std::shared_ptr<grpc::GenericStub> stub) {
+    self_ = shared_from_this();
+    stub_ = std::move(stub);
+    if (options_.timeout != absl::InfiniteDuration()) {
+      context_.set_deadline(absl::ToChronoTime(absl::Now() + options_.timeout));
+    }
+    stub_->PrepareBidiStreamingCall(&context_, "/expertmesh.v1.ExpertService/ForwardStream",
+                                    grpc::StubOptions(), this);
+    AddHold();  // for what is started outside of reactions
+    StartRead(&read_);
+    StartCall();
+  }
+
+  absl::Status Send(uint64_t stream_seq, absl::Duration timeout, const ForwardInput& input,
+                    Done done) {
+    // Zero would mean no timeout.
+    const int64_t timeout_micros =
+        timeout == absl::ZeroDuration()
+            ? 0
+            : std::max<int64_t>(
+                  1, absl::ToInt64Microseconds(absl::Ceil(timeout, absl::Microseconds(1))));
+    absl::StatusOr<grpc::ByteBuffer> bytes =
+        EncodeForwardStreamRequest(stream_seq, timeout_micros, input);
+    if (!bytes.ok()) return bytes.status();
+    {
+      absl::MutexLock lock(&mutex_);
+      if (ended_) return EndStatus();
+      if (half_closed_) return absl::FailedPreconditionError("the stream is half-closed");
+      if (!HasRoom()) {
+        return absl::ResourceExhaustedError(absl::StrCat(in_flight_.size(), " messages with ",
+                                                         inflight_bytes_,
+                                                         " bytes are in flight on this stream"));
+      }
+      const auto size_bytes = static_cast<int64_t>(bytes->Length());
+      if (!in_flight_.try_emplace(stream_seq, InFlight{size_bytes, std::move(done)}).second) {
+        return absl::InvalidArgumentError(absl::StrCat("stream_seq ", stream_seq, " is in flight"));
+      }
+      inflight_bytes_ += size_bytes;
+      to_write_.push_back(*std::move(bytes));
+    }
+    Pump();
+    return absl::OkStatus();
+  }
+
+  bool WaitForRoom(absl::Time deadline) {
+    absl::MutexLock lock(&mutex_);
+    return mutex_.AwaitWithDeadline(absl::Condition(
+                                        +[](Reactor* self) ABSL_NO_THREAD_SAFETY_ANALYSIS {
+                                          return self->ended_ || self->HasRoom();
+                                        },
+                                        this),
+                                    deadline);
+  }
+
+  void Cancel(uint64_t stream_seq) {
+    {
+      absl::MutexLock lock(&mutex_);
+      if (ended_ || half_closed_ || in_flight_.count(stream_seq) == 0) return;
+      to_write_.push_back(EncodeForwardStreamCancel(stream_seq));
+    }
+    Pump();
+  }
+
+  void HalfClose() {
+    {
+      absl::MutexLock lock(&mutex_);
+      half_closed_ = true;
+    }
+    Pump();
+  }
+
+  void Abort() { context_.TryCancel(); }
+
+  absl::Status AwaitEnd() {
+    absl::MutexLock lock(&mutex_);
+    mutex_.Await(absl::Condition(&done_));
+    return status_;
+  }
+
+  void OnReadDone(bool ok) override {
+    if (!ok) {
+      {
+        absl::MutexLock lock(&mutex_);
+        broken_ = true;
+      }
+      return Pump();
+    }
+    absl::StatusOr<ForwardStreamAnswer> answer = DecodeForwardStreamResponse(read_);
+    read_.Clear();
+    if (!answer.ok()) {
+      {
+        absl::MutexLock lock(&mutex_);
+        if (status_.ok()) status_ = answer.status();
+      }
+      context_.TryCancel();
+    } else {
+      Done done;
+      {
+        absl::MutexLock lock(&mutex_);
+        const auto found = in_flight_.find(answer->stream_seq);
+        if (found != in_flight_.end()) {
+          done = std::move(found->second.done);
+          inflight_bytes_ -= found->second.bytes;
+          in_flight_.erase(found);
+        }
+      }
+      if (done) done(std::move(answer->result));
+    }
+    StartRead(&read_);
+  }
+
+  void OnWriteDone(bool ok) override {
+    grpc::ByteBuffer written;
+    {
+      absl::MutexLock lock(&mutex_);
+      written.Swap(&writing_);  // let go of without the mutex
+      write_outstanding_ = false;
+      if (!ok) broken_ = true;
+    }
+    Pump();
+  }
+
+  void OnDone(const grpc::Status& status) override {
+    const std::shared_ptr<Reactor> self = std::move(self_);
+    std::map<uint64_t, InFlight> unanswered;
+    absl::Status why;
+    {
+      absl::MutexLock lock(&mutex_);
+      // What made us cancel the stream says more than the cancellation.
+      if (status_.ok()) status_ = StatusOfServer(status);
+      ended_ = true;
+      why = EndStatus();
+      unanswered = std::move(in_flight_);
+      in_flight_.clear();
+      inflight_bytes_ = 0;
+    }
+    for (auto& [seq, message] : unanswered) message.done(why);
+    absl::MutexLock lock(&mutex_);
+    to_write_.clear();
+    done_ = true;
+  }
+
+ private:
+  struct InFlight {
+    int64_t bytes = 0;
+    Done done;
+  };
+
+  bool HasRoom() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return in_flight_.empty() ||
+           (inflight_bytes_ < options_.max_inflight_bytes &&
+            static_cast<int64_t>(in_flight_.size()) < options_.max_inflight_messages);
+  }
+
+  // For messages that get no answer.
+  absl::Status EndStatus() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return status_.ok() ? absl::UnavailableError("the server ended the stream") : status_;
+  }
+
+  // Starts what can be started, without the mutex, one thread at a time.
+  void Pump() {
+    // gRPC's own reference may go once the hold is removed.
+    const std::shared_ptr<Reactor> self = shared_from_this();
+    mutex_.Lock();
+    if (pumping_) {
+      mutex_.Unlock();
+      return;
+    }
+    pumping_ = true;
+    for (;;) {
+      if (hold_removed_ || write_outstanding_) break;
+      if (broken_) {
+        hold_removed_ = true;
+        mutex_.Unlock();
+        RemoveHold();
+      } else if (!to_write_.empty()) {
+        writing_.Swap(&to_write_.front());
+        to_write_.pop_front();
+        write_outstanding_ = true;
+        mutex_.Unlock();
+        StartWrite(&writing_);
+      } else if (half_closed_ && !writes_done_) {
+        writes_done_ = true;
+        hold_removed_ = true;
+        mutex_.Unlock();
+        StartWritesDone();
+        RemoveHold();
+      } else {
+        break;
+      }
+      mutex_.Lock();
+    }
+    pumping_ = false;
+    mutex_.Unlock();
+  }
+
+  const ForwardStreamOptions options_;
+  std::shared_ptr<grpc::GenericStub> stub_;
+  std::shared_ptr<Reactor> self_;
+  grpc::ClientContext context_;
+  grpc::ByteBuffer read_;
+
+  absl::Mutex mutex_;
+  std::map<uint64_t, InFlight> in_flight_ ABSL_GUARDED_BY(mutex_);
+  int64_t inflight_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::deque<grpc::ByteBuffer> to_write_ ABSL_GUARDED_BY(mutex_);
+  grpc::ByteBuffer writing_;  // gRPC's while the write is outstanding
+  bool write_outstanding_ ABSL_GUARDED_BY(mutex_) = false;
+  bool pumping_ ABSL_GUARDED_BY(mutex_) = false;
+  bool half_closed_ ABSL_GUARDED_BY(mutex_) = false;
+  bool writes_done_ ABSL_GUARDED_BY(mutex_) = false;
+  bool hold_removed_ ABSL_GUARDED_BY(mutex_) = false;
+  bool broken_ ABSL_GUARDED_BY(mutex_) = false;
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;  // no answer will come
+  bool done_ ABSL_GUARDED_BY(mutex_) = false;   // and all callbacks have run
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
+};
+
+ForwardStream::ForwardStream(std::shared_ptr<Reactor> reactor) : reactor_(std::move(reactor)) {}
+
+std::unique_ptr<ForwardStream> ForwardStream::Open(std::shared_ptr<grpc::GenericStub> stub,
+                                                   const ForwardStreamOptions& options) {
+  auto reactor = std::make_shared<Reactor>(options);
+  reactor->Start(std::move(stub));
+  return std::unique_ptr<ForwardStream>(new ForwardStream(std::move(reactor)));
+}
+
+ForwardStream::~ForwardStream() {
+  reactor_->Abort();
+  reactor_->HalfClose();
+  reactor_->AwaitEnd().IgnoreError();
+}
+
+absl::Status ForwardStream::Send(uint64_t stream_seq, absl::Duration timeout,
+                                 const ForwardInput& input, Done done) {
+  return reactor_->Send(stream_seq, timeout, input, std::move(done));
+}
+
+bool ForwardStream::WaitForRoom(absl::Time deadline) { return reactor_->WaitForRoom(deadline); }
+
+void ForwardStream::Cancel(uint64_t stream_seq) { reactor_->Cancel(stream_seq); }
+
+void ForwardStream::HalfClose() { reactor_->HalfClose(); }
+
+absl::Status ForwardStream::Finish() {
+  reactor_->HalfClose();
+  return reactor_->AwaitEnd();
+}
+
+void ForwardStream::Abort() { reactor_->Abort(); }
+
+}  // namespace expertmesh
