@@ -210,6 +210,8 @@ absl::Status ControlPlane::Impl::Listen() {
   service_options.max_message_bytes = options.server.max_message_bytes;
   service_options.max_deadline = options.controller.max_deadline;
   service_options.max_step_tokens = options.controller.max_step_tokens;
+  service_options.max_stream_inflight_bytes = options.max_stream_inflight_bytes;
+  service_options.max_all_streams_inflight_bytes = options.max_all_streams_inflight_bytes;
   for (const Model& model : models) {
     v1::GetModelResponse description = DescribeModel(model.spec, validator->limits());
     description.set_ep_size(group->ep_size());

@@ -1,6 +1,7 @@
 #ifndef EXPERTMESH_SERVER_CONTROL_PLANE_H_
 #define EXPERTMESH_SERVER_CONTROL_PLANE_H_
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
@@ -21,6 +22,8 @@ struct ControlPlaneOptions {
   std::string port_file;       // gets the gRPC port's number; empty: none
   absl::Duration drain_timeout = absl::Seconds(30);
   bool allow_dispatch_option = false;
+  int64_t max_stream_inflight_bytes = int64_t{64} << 20;
+  int64_t max_all_streams_inflight_bytes = int64_t{1} << 30;
   bool progress_on_terminal = false;
   LocalExpertGroupOptions group;
   StepControllerOptions controller;

@@ -45,6 +45,11 @@ ABSL_FLAG(int64_t, max_rank_pairs, 65536,
 ABSL_FLAG(ByteSize, max_inflight_bytes, ByteSize{int64_t{1} << 30},
           "Payload of admitted requests; above it calls get RESOURCE_EXHAUSTED.");
 ABSL_FLAG(int64_t, max_inflight_tokens, 1 << 20, "Tokens of admitted requests; likewise.");
+ABSL_FLAG(
+    ByteSize, max_stream_inflight_bytes, ByteSize{int64_t{64} << 20},
+    "Messages and answers in flight on one ForwardStream; above it the server stops reading.");
+ABSL_FLAG(ByteSize, max_all_streams_inflight_bytes, ByteSize{int64_t{1} << 30},
+          "The same of all streams; above it each may have one message in flight.");
 ABSL_FLAG(ByteSize, max_message_bytes, ByteSize{int64_t{72} << 20},
           "One request message: 64 MiB of hidden states, and their routing.");
 ABSL_FLAG(ByteSize, max_transport_bytes, ByteSize{int64_t{1} << 30},
@@ -125,6 +130,9 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
         Positive("max_rank_pairs", absl::GetFlag(FLAGS_max_rank_pairs)),
         Positive("max_inflight_bytes", absl::GetFlag(FLAGS_max_inflight_bytes).bytes),
         Positive("max_inflight_tokens", absl::GetFlag(FLAGS_max_inflight_tokens)),
+        Positive("max_stream_inflight_bytes", absl::GetFlag(FLAGS_max_stream_inflight_bytes).bytes),
+        Positive("max_all_streams_inflight_bytes",
+                 absl::GetFlag(FLAGS_max_all_streams_inflight_bytes).bytes),
         Positive("max_message_bytes", absl::GetFlag(FLAGS_max_message_bytes).bytes),
         Positive("max_transport_bytes", absl::GetFlag(FLAGS_max_transport_bytes).bytes),
         Positive("max_deadline", absl::GetFlag(FLAGS_max_deadline)),
@@ -150,6 +158,9 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
   options.server.listen = absl::GetFlag(FLAGS_listen);
   options.server.max_message_bytes = absl::GetFlag(FLAGS_max_message_bytes).bytes;
   options.server.max_transport_bytes = absl::GetFlag(FLAGS_max_transport_bytes).bytes;
+  options.max_stream_inflight_bytes = absl::GetFlag(FLAGS_max_stream_inflight_bytes).bytes;
+  options.max_all_streams_inflight_bytes =
+      absl::GetFlag(FLAGS_max_all_streams_inflight_bytes).bytes;
   options.architecture = absl::GetFlag(FLAGS_architecture);
   options.metrics_listen = absl::GetFlag(FLAGS_metrics_listen);
   options.port_file = absl::GetFlag(FLAGS_port_file);
