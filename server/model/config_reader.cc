@@ -7,7 +7,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
-#include "server/model/printable.h"
 
 namespace expertmesh {
 
@@ -28,6 +27,8 @@ struct ConfigReader::Node {
 };
 
 namespace {
+
+constexpr size_t kMaxValueBytes = 200;
 
 // The integer, if the value is one that fits.
 std::optional<int64_t> AsInt(const Json& value, int64_t min, int64_t max) {
@@ -65,7 +66,9 @@ absl::Status ConfigReader::Error(absl::string_view key, absl::string_view limit)
   const auto [name, value] = node_->Find(key);
   std::string text = "missing";
   if (value != nullptr) {
-    text = Printable(value->dump(-1, ' ', /*ensure_ascii=*/true, Json::error_handler_t::replace));
+    // As JSON in ASCII: control characters are escaped.
+    text = value->dump(-1, ' ', /*ensure_ascii=*/true, Json::error_handler_t::replace);
+    if (text.size() > kMaxValueBytes) text = text.substr(0, kMaxValueBytes) + "...";
   }
   return absl::InvalidArgumentError(
       absl::StrCat("key '", node_->path, name, "' is ", text, "; expected ", limit));

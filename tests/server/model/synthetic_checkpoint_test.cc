@@ -161,11 +161,11 @@ TEST(SyntheticCheckpointTest, BadSizesNameTheKeyAndWriteNothing) {
   SyntheticCheckpointOptions options = SmallOptions("MixtralForCausalLM");
   options.topk = 6;
   EXPECT_THAT(std::string(WriteSyntheticCheckpoint(scratch.path(), options).status().message()),
-              HasSubstr("key 'num_experts_per_tok' is '6'; expected an integer from 1 to 5"));
+              HasSubstr("key 'num_experts_per_tok' is 6; expected an integer from 1 to 5"));
   options = SmallOptions("MixtralForCausalLM");
   options.hidden_size = 0;
   EXPECT_THAT(std::string(WriteSyntheticCheckpoint(scratch.path(), options).status().message()),
-              HasSubstr("key 'hidden_size' is '0'"));
+              HasSubstr("key 'hidden_size' is 0"));
   options = SmallOptions("MixtralForCausalLM");
   options.dtype = DType::kInt8;
   EXPECT_THAT(std::string(WriteSyntheticCheckpoint(scratch.path(), options).status().message()),
