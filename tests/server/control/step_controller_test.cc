@@ -219,6 +219,10 @@ TEST_F(StepControllerTest, ATokenAboveThePairLimitRunsAlone) {
 
 TEST_F(StepControllerTest, ALongCallLetsOtherBatchesInBetween) {
   options.max_step_tokens = 2;
+  group.script = [this](const GroupStep&, int) {
+    clock.Advance(absl::Milliseconds(1));
+    return absl::OkStatus();
+  };
   Start();
   TestCall blocker = SubmitBlocker();
   TestCall large = MakeCall({.num_tokens = 6});
@@ -227,10 +231,6 @@ TEST_F(StepControllerTest, ALongCallLetsOtherBatchesInBetween) {
   clock.Advance(absl::Milliseconds(1));
   Submit(other);
   clock.Advance(absl::Milliseconds(1));
-  group.script = [this, next = group.script](const GroupStep& step, int number) {
-    clock.Advance(absl::Milliseconds(1));
-    return next(step, number);
-  };
   gate.Open();
   ExpectExact(large);
   ExpectExact(other);

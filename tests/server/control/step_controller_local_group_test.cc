@@ -1,0 +1,167 @@
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/base/host_buffer_pool.h"
+#include "server/cluster/local_expert_group.h"
+#include "server/control/step_controller.h"
+#include "server/model/synthetic_weight_source.h"
+#include "tests/server/control/control_fixture.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr int64_t kHidden = 40;
+constexpr int64_t kTokens = 23;
+constexpr int32_t kTopK = 3;
+
+// The real ranks: what batching does must not change a byte.
+class StepControllerLocalGroupTest : public testing::TestWithParam<int32_t> {
+ protected:
+  StepControllerLocalGroupTest() {
+    ModelSpec spec;
+    spec.name = "synthetic";
+    spec.architecture = "Qwen3MoeForCausalLM";
+    spec.hidden_size = kHidden;
+    spec.weight_dtype = DType::kBFloat16;
+    LayerSpec& layer = spec.layers.emplace_back();
+    layer.index = 2;
+    layer.num_experts = 9;
+    layer.topk = kTopK;
+    layer.intermediate_size = 24;
+    layer.has_gate = true;
+    layer.router.renormalize = true;
+    source_ = *SyntheticWeightSource::Create(spec, /*seed=*/3);
+    group_ = *LocalExpertGroup::Create({.num_ranks = GetParam()});
+    const WeightSource* sources[] = {source_.get()};
+    EXPECT_TRUE(group_->Load(sources).ok());
+    auto gate = std::make_unique<LoadedGate>(*source_->LoadGate(2));
+    routers_.Add("synthetic",
+                 *NewRouter(source_->model(), source_->model().layers[0], std::move(gate)));
+    std::mt19937_64 random(8);
+    std::normal_distribution<float> normal(0.0f, 1.0f);
+    hidden_.resize(kTokens * kHidden * 2);
+    for (int64_t i = 0; i < kTokens * kHidden; ++i) {
+      StoreFloat(hidden_.data(), DType::kBFloat16, i, normal(random));
+    }
+    for (int64_t i = 0; i < kTokens * kTopK; ++i) {
+      ids_.push_back(static_cast<int32_t>(random() % 10) - 1);
+      weights_.push_back(0.1f + 0.01f * static_cast<float>(random() % 50));
+    }
+  }
+
+  void Start(StepControllerOptions options) {
+    controller_ = std::make_unique<StepController>(options, group_.get(), &routers_, SystemClock());
+  }
+
+  Buffer Copy(const void* data, int64_t size_bytes) {
+    Buffer buffer = *group_->request_allocator()->Allocate(size_bytes);
+    std::memcpy(buffer.data(), data, size_bytes);
+    return buffer;
+  }
+
+  std::shared_ptr<Answer> Submit(int64_t first, int64_t count, RoutingKind routing,
+                                 bool may_run_inline) {
+    auto call = std::make_unique<ForwardCall>();
+    call->model = &source_->model();
+    call->layer = &source_->model().layers[0];
+    call->num_tokens = count;
+    call->activation_dtype = call->output_dtype = call->combine_dtype = DType::kBFloat16;
+    call->routing = routing;
+    if (routing == RoutingKind::kTopK) {
+      call->topk = kTopK;
+      call->topk_ids = Copy(ids_.data() + first * kTopK, count * kTopK * 4);
+      call->topk_weights = Copy(weights_.data() + first * kTopK, count * kTopK * 4);
+    }
+    call->hidden_states = Copy(hidden_.data() + first * kHidden * 2, count * kHidden * 2);
+    auto answer = std::make_shared<Answer>();
+    call->done = [answer](absl::StatusOr<ForwardResult> result) { answer->Set(std::move(result)); };
+    controller_->Submit(std::move(call), may_run_inline);
+    return answer;
+  }
+
+  static std::vector<std::byte> Bytes(const Answer& answer) {
+    const absl::StatusOr<ForwardResult>& result = answer.Wait();
+    EXPECT_TRUE(result.ok()) << result.status();
+    std::vector<std::byte> bytes;
+    if (!result.ok()) return bytes;
+    for (const OutputSpan& span : result->output) {
+      bytes.insert(bytes.end(), span.data, span.data + span.size_bytes);
+    }
+    return bytes;
+  }
+
+  std::unique_ptr<SyntheticWeightSource> source_;
+  std::unique_ptr<LocalExpertGroup> group_;
+  RouterTable routers_;
+  std::unique_ptr<StepController> controller_;
+  std::vector<std::byte> hidden_;
+  std::vector<int32_t> ids_;
+  std::vector<float> weights_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Ranks, StepControllerLocalGroupTest, testing::Values(1, 2, 3, 4, 7));
+
+TEST_P(StepControllerLocalGroupTest, InlineQueuedSplitMergedAloneAreTheSameBytes) {
+  for (const RoutingKind routing : {RoutingKind::kTopK, RoutingKind::kServerGate}) {
+    StepControllerOptions inline_options;
+    inline_options.max_inline_micros = 1e9;
+    Start(inline_options);
+    const std::vector<std::byte> expected = Bytes(*Submit(0, kTokens, routing, true));
+    ASSERT_EQ(expected.size(), static_cast<size_t>(kTokens * kHidden * 2));
+    EXPECT_EQ(controller_->Snapshot().inline_steps, 1u);
+
+    // On the ranks' threads.
+    StepControllerOptions queued_options;
+    queued_options.max_inline_micros = 0;
+    Start(queued_options);
+    EXPECT_EQ(Bytes(*Submit(0, kTokens, routing, true)), expected);
+    EXPECT_EQ(controller_->Snapshot().inline_steps, 0u);
+
+    queued_options.max_step_tokens = 4;
+    queued_options.max_rank_pairs = 7;
+    Start(queued_options);
+    EXPECT_EQ(Bytes(*Submit(0, kTokens, routing, false)), expected);
+    EXPECT_GE(controller_->Snapshot().steps, 6u);
+
+    Start({});
+    std::vector<std::shared_ptr<Answer>> singles;
+    for (int64_t t = 0; t < kTokens; ++t) singles.push_back(Submit(t, 1, routing, false));
+    std::vector<std::byte> together;
+    for (const auto& single : singles) {
+      const std::vector<std::byte> bytes = Bytes(*single);
+      together.insert(together.end(), bytes.begin(), bytes.end());
+    }
+    EXPECT_EQ(together, expected);
+  }
+}
+
+TEST_P(StepControllerLocalGroupTest, ThreadsThatShareStepsGetTheirOwnRows) {
+  StepControllerOptions options;
+  options.max_step_tokens = 16;
+  Start(options);
+  const std::vector<std::byte> expected = Bytes(*Submit(0, kTokens, RoutingKind::kTopK, false));
+  std::vector<std::thread> threads;
+  for (uint64_t seed = 1; seed <= 3; ++seed) {
+    threads.emplace_back([&, seed] {
+      std::mt19937_64 random(seed);
+      for (int i = 0; i < 40; ++i) {
+        const int64_t first = random() % kTokens;
+        const int64_t count = 1 + random() % (kTokens - first);
+        const std::vector<std::byte> bytes =
+            Bytes(*Submit(first, count, RoutingKind::kTopK, random() % 2 == 0));
+        const auto begin = expected.begin() + first * kHidden * 2;
+        ASSERT_EQ(bytes, std::vector<std::byte>(begin, begin + count * kHidden * 2))
+            << "seed " << seed << " call " << i;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+}  // namespace expertmesh
