@@ -206,7 +206,9 @@ TEST_P(CommunicatorConformance, AbortBeforeAnOperation) {
       ep_size(), [&](int32_t self) { return PostAllToAll(self, MakeTag(1, 0)); },
       [&](int32_t, const absl::Status& status) {
         EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
-        EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("why"));
+        // The first reason that reaches a rank; in another process that may be the later one.
+        EXPECT_THAT(std::string(status.message()),
+                    ::testing::AnyOf(::testing::HasSubstr("why"), ::testing::HasSubstr("again")));
       });
 }
 

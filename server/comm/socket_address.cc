@@ -1,0 +1,60 @@
+#include "server/comm/socket_address.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <string.h>
+
+#include "absl/strings/str_cat.h"
+
+namespace expertmesh {
+
+absl::StatusOr<SocketAddress> SocketAddress::Parse(const std::string& address, uint16_t port) {
+  SocketAddress result;
+  auto* v4 = reinterpret_cast<sockaddr_in*>(&result.storage_);
+  auto* v6 = reinterpret_cast<sockaddr_in6*>(&result.storage_);
+  bool wildcard = false;
+  if (inet_pton(AF_INET, address.c_str(), &v4->sin_addr) == 1) {
+    v4->sin_family = AF_INET;
+    v4->sin_port = htons(port);
+    result.size_ = sizeof(sockaddr_in);
+    wildcard = v4->sin_addr.s_addr == htonl(INADDR_ANY);
+  } else if (inet_pton(AF_INET6, address.c_str(), &v6->sin6_addr) == 1) {
+    v6->sin6_family = AF_INET6;
+    v6->sin6_port = htons(port);
+    result.size_ = sizeof(sockaddr_in6);
+    wildcard = memcmp(&v6->sin6_addr, &in6addr_any, sizeof(in6addr_any)) == 0;
+  } else {
+    return absl::InvalidArgumentError(
+        absl::StrCat("'", address, "' is not a numeric IPv4 or IPv6 address"));
+  }
+  if (wildcard) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("'", address, "' means every network of this machine; name one address"));
+  }
+  return result;
+}
+
+SocketAddress SocketAddress::OfSocket(int fd) {
+  SocketAddress result;
+  getsockname(fd, result.data(), result.mutable_size());
+  return result;
+}
+
+uint16_t SocketAddress::port() const {
+  return ntohs(family() == AF_INET6 ? reinterpret_cast<const sockaddr_in6*>(&storage_)->sin6_port
+                                    : reinterpret_cast<const sockaddr_in*>(&storage_)->sin_port);
+}
+
+std::string SocketAddress::ToString() const {
+  char text[INET6_ADDRSTRLEN] = "?";
+  if (family() == AF_INET6) {
+    inet_ntop(AF_INET6, &reinterpret_cast<const sockaddr_in6*>(&storage_)->sin6_addr, text,
+              sizeof(text));
+    return absl::StrCat("[", text, "]:", port());
+  }
+  inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(&storage_)->sin_addr, text,
+            sizeof(text));
+  return absl::StrCat(text, ":", port());
+}
+
+}  // namespace expertmesh

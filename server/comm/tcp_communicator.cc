@@ -1,0 +1,116 @@
+#include "server/comm/tcp_communicator.h"
+
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "server/comm/tcp_exchange.h"
+
+namespace expertmesh {
+namespace {
+
+class TcpCommunicator : public Communicator {
+ public:
+  explicit TcpCommunicator(std::shared_ptr<TcpExchange> exchange)
+      : exchange_(std::move(exchange)), bytes_sent_(exchange_->ep_size()) {}
+
+  ~TcpCommunicator() override {
+    exchange_->Break(absl::UnavailableError(absl::StrCat("rank ", ep_rank(), " has left")));
+    exchange_->Stop();
+  }
+
+  int32_t ep_rank() const override { return exchange_->ep_rank(); }
+  int32_t ep_size() const override { return exchange_->ep_size(); }
+
+  absl::Status AllToAllV(const AllToAllVParams& params, Stream& stream) override {
+    absl::Status status = CheckCounts("send_bytes", params.send_bytes);
+    status.Update(CheckCounts("receive_bytes", params.receive_bytes));
+    if (!status.ok()) return Refuse(status);
+    auto operation = std::make_shared<TcpExchange::Operation>();
+    operation->kind = TcpExchange::Kind::kAllToAllV;
+    operation->tag = params.tag;
+    operation->send = params.send;
+    operation->receive = params.receive;
+    operation->send_bytes.assign(params.send_bytes.begin(), params.send_bytes.end());
+    operation->receive_bytes.assign(params.receive_bytes.begin(), params.receive_bytes.end());
+    for (int32_t peer = 0; peer < ep_size(); ++peer) {
+      if (peer != ep_rank()) bytes_sent_[peer] += params.send_bytes[peer];
+    }
+    return Post(std::move(operation), stream);
+  }
+
+  absl::Status AllGatherV(const AllGatherVParams& params, Stream& stream) override {
+    if (absl::Status status = CheckCounts("receive_bytes", params.receive_bytes); !status.ok()) {
+      return Refuse(status);
+    }
+    auto operation = std::make_shared<TcpExchange::Operation>();
+    operation->kind = TcpExchange::Kind::kAllGatherV;
+    operation->tag = params.tag;
+    operation->send = params.send;
+    operation->receive = params.receive;
+    operation->receive_bytes.assign(params.receive_bytes.begin(), params.receive_bytes.end());
+    for (int32_t peer = 0; peer < ep_size(); ++peer) {
+      if (peer != ep_rank()) bytes_sent_[peer] += params.receive_bytes[ep_rank()];
+    }
+    return Post(std::move(operation), stream);
+  }
+
+  absl::Status Barrier(const CollectiveTag& tag, Stream& stream) override {
+    auto operation = std::make_shared<TcpExchange::Operation>();
+    operation->tag = tag;
+    return Post(std::move(operation), stream);
+  }
+
+  void Abort(const absl::Status& reason) override {
+    exchange_->Break(absl::AbortedError(
+        absl::StrCat("rank ", ep_rank(), " aborted the communicator: ", reason.ToString())));
+  }
+
+  absl::Span<const int64_t> bytes_sent() const override { return bytes_sent_; }
+
+ private:
+  absl::Status CheckCounts(const char* name, absl::Span<const int64_t> counts) const {
+    if (static_cast<int64_t>(counts.size()) != ep_size()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(name, ": ", counts.size(), " entries for ", ep_size(), " ranks"));
+    }
+    for (const int64_t count : counts) {
+      if (count < 0) return absl::InvalidArgumentError(absl::StrCat(name, ": ", count, " < 0"));
+    }
+    return absl::OkStatus();
+  }
+
+  // The peers wait for this rank's part, which will never come.
+  absl::Status Refuse(const absl::Status& status) {
+    exchange_->Break(absl::DataLossError(
+        absl::StrCat("rank ", ep_rank(), " posted an invalid operation: ", status.message())));
+    return status;
+  }
+
+  absl::Status Post(std::shared_ptr<TcpExchange::Operation> operation, Stream& stream) {
+    if (absl::Status status = exchange_->broken(); !status.ok()) return status;
+    const Event done = operation->done;
+    absl::Status status = stream.Enqueue(
+        [exchange = exchange_, sequence = next_sequence_++, operation = std::move(operation)] {
+          return exchange->Start(sequence, operation);
+        });
+    status.Update(stream.WaitFor(done));
+    return status;
+  }
+
+  const std::shared_ptr<TcpExchange> exchange_;
+  int64_t next_sequence_ = 0;
+  std::vector<int64_t> bytes_sent_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Communicator>> NewTcpCommunicator(
+    const TcpCommunicatorParams& params) {
+  absl::StatusOr<std::vector<TcpPeerSockets>> peers = ConnectTcpMesh(params.mesh);
+  if (!peers.ok()) return peers.status();
+  return std::make_unique<TcpCommunicator>(std::make_shared<TcpExchange>(
+      params.mesh.ep_rank, *std::move(peers), params.operation_timeout));
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,483 @@
+#include "server/comm/tcp_exchange.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+
+namespace expertmesh {
+namespace {
+
+// What a rank says on the control connections before it leaves, followed by its reason.
+struct Notice {
+  static constexpr uint32_t kMagic = 0x4e584d45;
+  static constexpr uint32_t kMaxMessageBytes = 2000;
+  uint32_t magic = kMagic;
+  uint32_t code = 0;
+  uint32_t message_bytes = 0;
+};
+
+constexpr uint64_t kWakeKey = std::numeric_limits<uint64_t>::max();
+
+// A rank that gave up says so before it closes its connections, but on another connection than the
+// one that broke: this long for the words to arrive.
+constexpr std::chrono::seconds kPatienceForReason{1};
+
+// An operation's starter moves this much itself before it leaves the rest to the own thread.
+constexpr int kRoundsOfStarter = 1;
+
+const char* KindName(TcpExchange::Kind kind) {
+  switch (kind) {
+    case TcpExchange::Kind::kAllToAllV:
+      return "AllToAllV";
+    case TcpExchange::Kind::kAllGatherV:
+      return "AllGatherV";
+    case TcpExchange::Kind::kBarrier:
+      return "Barrier";
+  }
+  return "an unknown operation";
+}
+
+std::string Describe(TcpExchange::Kind kind, const CollectiveTag& tag) {
+  return absl::StrCat(KindName(kind), " of incarnation ", tag.incarnation, " epoch ", tag.epoch,
+                      " step ", tag.step, " operation ", tag.operation);
+}
+
+CollectiveTag TagOf(const TcpMessageHeader& header) {
+  CollectiveTag tag;
+  tag.incarnation = header.incarnation;
+  tag.epoch = header.epoch;
+  tag.step = header.step;
+  tag.operation = header.operation;
+  return tag;
+}
+
+uint64_t Scramble(uint64_t value) {
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111eb;
+  return value ^ (value >> 31);
+}
+
+uint64_t CountHash(int32_t from_rank, int32_t to_rank, int64_t size_bytes) {
+  const uint64_t ranks =
+      (uint64_t{static_cast<uint32_t>(from_rank)} << 32) | static_cast<uint32_t>(to_rank);
+  return Scramble(Scramble(ranks + 1) + static_cast<uint64_t>(size_bytes));
+}
+
+}  // namespace
+
+TcpExchange::TcpExchange(int32_t ep_rank, std::vector<TcpPeerSockets> peers,
+                         absl::Duration operation_timeout)
+    : ep_rank_(ep_rank),
+      operation_timeout_(absl::ToChronoNanoseconds(
+          std::clamp(operation_timeout, absl::ZeroDuration(), absl::Hours(1000)))) {
+  for (TcpPeerSockets& sockets : peers) links_.emplace_back(std::move(sockets));
+  if (ep_size() == 1) return;  // nobody to wait for
+  epoll_.reset(epoll_create1(EPOLL_CLOEXEC));
+  wake_.reset(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+  WatchSockets();
+  thread_ = std::thread([this] { Run(); });
+}
+
+void TcpExchange::WatchSockets() {
+  const auto watch = [this](int fd, uint32_t events, uint64_t key) {
+    epoll_event event = {};
+    event.events = events | EPOLLET;
+    event.data.u64 = key;
+    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0 && broken_.ok()) {
+      broken_ = absl::ResourceExhaustedError(absl::StrCat("epoll: ", strerror(errno)));
+    }
+  };
+  watch(wake_.get(), EPOLLIN, kWakeKey);
+  for (int32_t rank = 0; rank < ep_size(); ++rank) {
+    if (rank == ep_rank_) continue;
+    const auto key = static_cast<uint64_t>(rank) * 2;
+    watch(links_[rank].data.fd(), EPOLLIN | EPOLLOUT | EPOLLRDHUP, key);
+    watch(links_[rank].control.get(), EPOLLIN | EPOLLRDHUP, key + 1);
+  }
+}
+
+absl::Status TcpExchange::broken() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return broken_;
+}
+
+absl::Status TcpExchange::Start(int64_t sequence, std::shared_ptr<Operation> operation) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!broken_.ok()) return broken_;
+  started_.emplace(sequence, std::move(operation));
+  if (current_ == nullptr) {
+    BeginNext();
+    Advance(thread_.joinable() ? kRoundsOfStarter : std::numeric_limits<int>::max());
+    if (current_ != nullptr) WakeBy(deadline_);
+    if (CanMove()) Wake();
+  }
+  const absl::Status status = broken_;
+  Signals signals = std::exchange(signals_, {});
+  lock.unlock();
+  Signal(std::move(signals));
+  return status;
+}
+
+void TcpExchange::Break(const absl::Status& status) {
+  ++num_breaking_;
+  std::unique_lock<std::mutex> lock(mutex_);
+  --num_breaking_;
+  BreakLocked(status);
+  Signals signals = std::exchange(signals_, {});
+  lock.unlock();
+  Signal(std::move(signals));
+}
+
+void TcpExchange::Stop() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+    if (thread_.joinable()) Wake();
+  }
+  if (thread_.joinable()) thread_.join();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (Link& link : links_) {
+    link.data.Close();
+    link.control.reset();
+  }
+  epoll_.reset();
+  wake_.reset();
+}
+
+void TcpExchange::Run() {
+  std::vector<epoll_event> events(64);
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stopping_) {
+    wake_at_ = NextDeadline();
+    int timeout_millis = -1;
+    if (wake_at_ != Time::max()) {
+      const auto remaining =
+          std::chrono::ceil<std::chrono::milliseconds>(wake_at_ - std::chrono::steady_clock::now());
+      timeout_millis = static_cast<int>(std::clamp<int64_t>(remaining.count(), 0, 1000000));
+    }
+    // Break waits for the mutex, so Advance let go of it: only look, do not sleep.
+    if (CanMove()) timeout_millis = 0;
+    lock.unlock();
+    const int num_events =
+        epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), timeout_millis);
+    lock.lock();
+    wake_at_ = Time::min();  // awake
+    for (int i = 0; i < num_events; ++i) HandleSocket(events[i].data.u64, events[i].events);
+    Advance(std::numeric_limits<int>::max());
+    CheckTime();
+    if (!signals_.empty()) {
+      Signals signals = std::exchange(signals_, {});
+      lock.unlock();
+      Signal(std::move(signals));
+      lock.lock();
+    }
+  }
+}
+
+void TcpExchange::Wake() {
+  const uint64_t one = 1;
+  // Fails only when it is set to its limit, and then the thread will wake too.
+  [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof(one));
+}
+
+void TcpExchange::WakeBy(Time time) {
+  if (time >= wake_at_) return;
+  wake_at_ = time;
+  if (thread_.joinable()) Wake();
+}
+
+TcpExchange::Time TcpExchange::NextDeadline() const {
+  if (!broken_.ok()) return Time::max();
+  return std::min(current_ == nullptr ? Time::max() : deadline_, failed_deadline_);
+}
+
+// True if Advance has something to do without waiting for a socket.
+bool TcpExchange::CanMove() const {
+  if (!broken_.ok()) return false;
+  if (current_ == nullptr) return started_.count(next_sequence_) > 0;
+  return std::any_of(links_.begin(), links_.end(), [](const Link& link) {
+    return !link.failed &&
+           ((!link.data.sent() && link.writable) || (!link.data.received() && link.readable));
+  });
+}
+
+void TcpExchange::HandleSocket(uint64_t key, uint32_t events) {
+  if (key == kWakeKey) {
+    uint64_t count;
+    [[maybe_unused]] const ssize_t bytes = read(wake_.get(), &count, sizeof(count));
+    return;
+  }
+  const auto rank = static_cast<int32_t>(key / 2);
+  Link& link = links_[rank];
+  if (key % 2 == 1) {
+    ReadNotice(rank);
+    return;
+  }
+  if ((events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0) link.readable = true;
+  if ((events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) != 0) link.writable = true;
+}
+
+void TcpExchange::ReadNotice(int32_t rank) {
+  Link& link = links_[rank];
+  while (broken_.ok()) {
+    char bytes[1024];
+    const ssize_t moved = recv(link.control.get(), bytes, sizeof(bytes), MSG_DONTWAIT);
+    if (moved < 0 && errno == EINTR) continue;
+    if (moved < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
+    if (moved <= 0) {
+      BreakLocked(absl::UnavailableError(absl::StrCat(
+          "rank ", rank, " is lost: ", moved == 0 ? "connection closed" : strerror(errno))));
+      return;
+    }
+    link.notice.append(bytes, static_cast<size_t>(moved));
+    Notice notice;
+    if (link.notice.size() < sizeof(notice)) continue;
+    memcpy(&notice, link.notice.data(), sizeof(notice));
+    if (notice.magic != Notice::kMagic || notice.message_bytes > Notice::kMaxMessageBytes ||
+        notice.code == 0 ||
+        notice.code > static_cast<uint32_t>(absl::StatusCode::kUnauthenticated)) {
+      BreakLocked(absl::DataLossError(absl::StrCat("rank ", rank, " says something unreadable")));
+      return;
+    }
+    if (link.notice.size() < sizeof(notice) + notice.message_bytes) continue;
+    BreakLocked(absl::Status(static_cast<absl::StatusCode>(notice.code),
+                             link.notice.substr(sizeof(notice), notice.message_bytes)));
+  }
+}
+
+int64_t TcpExchange::SendBytes(const Operation& operation, int32_t rank) const {
+  switch (operation.kind) {
+    case Kind::kAllToAllV:
+      return operation.send_bytes[rank];
+    case Kind::kAllGatherV:
+      return operation.receive_bytes[ep_rank_];
+    case Kind::kBarrier:
+      break;
+  }
+  return 0;
+}
+
+int64_t TcpExchange::ReceiveBytes(const Operation& operation, int32_t rank) const {
+  return operation.kind == Kind::kBarrier ? 0 : operation.receive_bytes[rank];
+}
+
+uint64_t TcpExchange::Imbalance(const Operation& operation) const {
+  uint64_t sum = 0;
+  for (int32_t rank = 0; rank < ep_size(); ++rank) {
+    if (rank == ep_rank_) continue;
+    sum += CountHash(ep_rank_, rank, SendBytes(operation, rank));
+    sum -= CountHash(rank, ep_rank_, ReceiveBytes(operation, rank));
+  }
+  return sum;
+}
+
+void TcpExchange::CopyOwnBlock(const Operation& operation) const {
+  const int64_t size_bytes = ReceiveBytes(operation, ep_rank_);
+  if (size_bytes == 0) return;
+  int64_t send_offset = 0;
+  int64_t receive_offset = 0;
+  for (int32_t rank = 0; rank < ep_rank_; ++rank) {
+    if (operation.kind == Kind::kAllToAllV) send_offset += operation.send_bytes[rank];
+    receive_offset += operation.receive_bytes[rank];
+  }
+  const std::byte* from = operation.send + send_offset;
+  std::byte* to = operation.receive + receive_offset;
+  if (from != to) memcpy(to, from, static_cast<size_t>(size_bytes));
+}
+
+// Makes the next operation, if it has been started, the current one.
+void TcpExchange::BeginNext() {
+  const auto next = started_.find(next_sequence_);
+  if (next == started_.end()) return;
+  current_ = std::move(next->second);
+  started_.erase(next);
+  ++next_sequence_;
+  const Operation& operation = *current_;
+  deadline_ = std::chrono::steady_clock::now() + operation_timeout_;
+  if (operation.kind == Kind::kAllToAllV &&
+      operation.send_bytes[ep_rank_] != operation.receive_bytes[ep_rank_]) {
+    BreakLocked(absl::DataLossError(
+        absl::StrCat("rank ", ep_rank_, " sends ", operation.send_bytes[ep_rank_],
+                     " bytes to itself but expects ", operation.receive_bytes[ep_rank_], ", in ",
+                     Describe(operation.kind, operation.tag))));
+    return;
+  }
+  CopyOwnBlock(operation);
+  TcpMessageHeader header;
+  header.operation = operation.tag.operation;
+  header.incarnation = operation.tag.incarnation;
+  header.epoch = operation.tag.epoch;
+  header.step = operation.tag.step;
+  header.kind = static_cast<uint64_t>(operation.kind);
+  header.imbalance = imbalance_ = Imbalance(operation);
+  const std::byte* send = operation.send;
+  std::byte* receive = operation.receive;
+  for (int32_t rank = 0; rank < ep_size(); ++rank) {
+    const int64_t send_bytes = SendBytes(operation, rank);
+    const int64_t receive_bytes = ReceiveBytes(operation, rank);
+    if (rank != ep_rank_) {
+      header.payload_bytes = static_cast<uint64_t>(send_bytes);
+      links_[rank].data.BeginSend(header, send, send_bytes);
+      links_[rank].data.BeginReceive(receive, receive_bytes);
+      links_[rank].checked = false;
+    }
+    if (operation.kind == Kind::kAllToAllV) send += send_bytes;
+    receive += receive_bytes;
+  }
+}
+
+// Gives every peer a turn after the other, as long as anything moves.
+void TcpExchange::Advance(int max_rounds) {
+  for (int round = 0; round < max_rounds; ++round) {
+    if (current_ == nullptr) BeginNext();
+    bool moved = false;
+    for (int32_t rank = 0; rank < ep_size(); ++rank) {
+      if (current_ == nullptr || !broken_.ok()) return;
+      if (rank != ep_rank_ && AdvanceLink(rank)) moved = true;
+    }
+    if (current_ == nullptr || !broken_.ok()) return;
+    FinishIfComplete();
+    if (current_ != nullptr && !moved) return;
+    if (num_breaking_.load(std::memory_order_relaxed) > 0) return;
+  }
+}
+
+// True if bytes went either way.
+bool TcpExchange::AdvanceLink(int32_t rank) {
+  Link& link = links_[rank];
+  if (link.failed) return false;
+  const auto failed = [&](const absl::Status& status) {
+    link.failed = true;
+    if (failed_deadline_ == Time::max()) {
+      failed_status_ =
+          absl::UnavailableError(absl::StrCat("rank ", rank, " is lost: ", status.message()));
+      failed_deadline_ = std::chrono::steady_clock::now() + kPatienceForReason;
+      WakeBy(failed_deadline_);
+    }
+  };
+  bool moved = false;
+  if (link.writable && !link.data.sent()) {
+    const absl::StatusOr<bool> sent = link.data.Send();
+    if (!sent.ok()) {
+      failed(sent.status());
+      return false;
+    }
+    if (!*sent) link.writable = false;
+    moved |= *sent;
+  }
+  if (link.readable && !link.data.received()) {
+    const absl::StatusOr<bool> received = link.data.Receive();
+    if (!received.ok()) {
+      failed(received.status());
+      return false;
+    }
+    if (!*received) link.readable = false;
+    moved |= *received;
+  }
+  if (link.data.header_received() && !link.data.header_checked()) {
+    if (absl::Status status = CheckHeader(rank); !status.ok()) {
+      BreakLocked(status);
+      return false;
+    }
+    link.data.set_header_checked();
+    imbalance_ += link.data.header().imbalance;
+  }
+  if (link.data.received() && !link.checked) {
+    if (!link.data.checksum_matches()) {
+      BreakLocked(absl::DataLossError(absl::StrCat("checksum differs of what rank ", rank,
+                                                   " sent to rank ", ep_rank_, " in ",
+                                                   Describe(current_->kind, current_->tag))));
+      return false;
+    }
+    link.checked = true;
+  }
+  return moved;
+}
+
+absl::Status TcpExchange::CheckHeader(int32_t rank) const {
+  const TcpMessageHeader& header = links_[rank].data.header();
+  if (header.magic != TcpMessageHeader::kMagic) {
+    return absl::DataLossError(
+        absl::StrCat("rank ", rank, " sent to rank ", ep_rank_, " what is no message"));
+  }
+  if (header.kind != static_cast<uint64_t>(current_->kind) || TagOf(header) != current_->tag) {
+    return absl::DataLossError(absl::StrCat(
+        "rank ", ep_rank_, " is at ", Describe(current_->kind, current_->tag), ", rank ", rank,
+        " at ", Describe(static_cast<Kind>(header.kind), TagOf(header))));
+  }
+  const int64_t expected = ReceiveBytes(*current_, rank);
+  if (header.payload_bytes != static_cast<uint64_t>(expected)) {
+    return absl::DataLossError(absl::StrCat(
+        "rank ", rank, " sends ", header.payload_bytes, " bytes to rank ", ep_rank_,
+        ", which expects ", expected, ", in ", Describe(current_->kind, current_->tag)));
+  }
+  return absl::OkStatus();
+}
+
+void TcpExchange::FinishIfComplete() {
+  for (int32_t rank = 0; rank < ep_size(); ++rank) {
+    if (rank != ep_rank_ && !(links_[rank].checked && links_[rank].data.sent())) return;
+  }
+  if (imbalance_ != 0) {
+    BreakLocked(absl::DataLossError(absl::StrCat("two other ranks disagree on a count in ",
+                                                 Describe(current_->kind, current_->tag))));
+    return;
+  }
+  signals_.emplace_back(current_->done, absl::OkStatus());
+  current_ = nullptr;
+}
+
+std::string TcpExchange::Unfinished() const {
+  std::string ranks;
+  for (int32_t rank = 0; rank < ep_size(); ++rank) {
+    if (rank == ep_rank_ || (links_[rank].checked && links_[rank].data.sent())) continue;
+    absl::StrAppend(&ranks, ranks.empty() ? "" : ", ", rank);
+  }
+  return ranks;
+}
+
+void TcpExchange::CheckTime() {
+  if (!broken_.ok()) return;
+  const Time now = std::chrono::steady_clock::now();
+  if (now >= failed_deadline_) {
+    BreakLocked(failed_status_);
+  } else if (current_ != nullptr && now >= deadline_) {
+    BreakLocked(absl::DeadlineExceededError(
+        absl::StrCat("rank ", ep_rank_, " still waits for ranks ", Unfinished(), " after ",
+                     absl::FormatDuration(absl::FromChrono(operation_timeout_)), ", in ",
+                     Describe(current_->kind, current_->tag))));
+  }
+}
+
+void TcpExchange::BreakLocked(const absl::Status& status) {
+  if (!broken_.ok()) return;
+  broken_ = status;
+  const auto message = status.message().substr(0, Notice::kMaxMessageBytes);
+  Notice notice;
+  notice.code = static_cast<uint32_t>(status.code());
+  notice.message_bytes = static_cast<uint32_t>(message.size());
+  const std::string bytes = absl::StrCat(
+      absl::string_view(reinterpret_cast<const char*>(&notice), sizeof(notice)), message);
+  for (const Link& link : links_) {
+    if (!link.control.valid()) continue;
+    // Nothing else goes this way, so the socket has room; and if the peer is gone, it needs no
+    // word.
+    send(link.control.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
+  if (current_ != nullptr) signals_.emplace_back(std::exchange(current_, nullptr)->done, status);
+  for (const auto& [sequence, operation] : started_) signals_.emplace_back(operation->done, status);
+  started_.clear();
+}
+
+void TcpExchange::Signal(Signals signals) {
+  for (auto& [event, status] : signals) event.Signal(std::move(status));
+}
+
+}  // namespace expertmesh

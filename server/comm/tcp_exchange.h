@@ -1,0 +1,125 @@
+#ifndef EXPERTMESH_SERVER_COMM_TCP_EXCHANGE_H_
+#define EXPERTMESH_SERVER_COMM_TCP_EXCHANGE_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "kernels/base/stream.h"
+#include "server/comm/communicator.h"
+#include "server/comm/tcp_link.h"
+#include "server/comm/tcp_mesh.h"
+#include "server/comm/unique_fd.h"
+
+namespace expertmesh {
+
+// One rank's end of a TCP group: what tcp_communicator.cc shares with the work that it leaves on
+// streams. Thread safe. Nothing but the own thread ever waits, and that only for sockets.
+class TcpExchange {
+ public:
+  enum class Kind : uint8_t { kAllToAllV, kAllGatherV, kBarrier };
+
+  struct Operation {
+    Kind kind = Kind::kBarrier;
+    CollectiveTag tag;
+    const std::byte* send = nullptr;
+    std::byte* receive = nullptr;
+    std::vector<int64_t> send_bytes;     // [ep_size]; kAllGatherV: empty
+    std::vector<int64_t> receive_bytes;  // [ep_size]; kBarrier: empty, as send_bytes
+    Event done;                          // signalled when the buffers are no longer needed
+  };
+
+  TcpExchange(int32_t ep_rank, std::vector<TcpPeerSockets> peers, absl::Duration operation_timeout);
+  ~TcpExchange() { Stop(); }
+
+  int32_t ep_rank() const { return ep_rank_; }
+  int32_t ep_size() const { return static_cast<int32_t>(links_.size()); }
+  absl::Status broken() const;
+
+  // The stream has reached operation number `sequence` (counted from 0). Operations run one after
+  // the other in this order, whatever order they are started in. Moves what can be moved at once;
+  // the rest is the own thread's. The first error if the exchange is broken.
+  absl::Status Start(int64_t sequence, std::shared_ptr<Operation> operation);
+
+  // Breaks the exchange, if it is whole, with `status`, and tells the peers, which break too. When
+  // it has returned no buffer is touched any more.
+  void Break(const absl::Status& status);
+
+  // After Break; not from a callback of an event. Ends the thread and closes the connections.
+  void Stop();
+
+ private:
+  using Time = std::chrono::steady_clock::time_point;
+  using Signals = std::vector<std::pair<Event, absl::Status>>;
+
+  struct Link {
+    explicit Link(TcpPeerSockets sockets)
+        : data(std::move(sockets.data)), control(std::move(sockets.control)) {}
+
+    TcpLink data;
+    UniqueFd control;
+    std::string notice;    // bytes of the control connection so far
+    bool readable = true;  // data: the socket may have bytes
+    bool writable = true;
+    bool failed = false;   // data: broke; the control connection will tell why
+    bool checked = false;  // the current operation's message arrived whole and right
+  };
+
+  // All but Run and Stop hold the mutex.
+  void Run();
+  void WatchSockets();
+  void Wake();
+  void WakeBy(Time time);
+  void HandleSocket(uint64_t key, uint32_t events);
+  void ReadNotice(int32_t rank);
+  void BeginNext();
+  void CopyOwnBlock(const Operation& operation) const;
+  void Advance(int max_rounds);
+  bool CanMove() const;
+  bool AdvanceLink(int32_t rank);
+  absl::Status CheckHeader(int32_t rank) const;
+  void FinishIfComplete();
+  void CheckTime();
+  void BreakLocked(const absl::Status& status);
+  Time NextDeadline() const;
+  int64_t SendBytes(const Operation& operation, int32_t rank) const;
+  int64_t ReceiveBytes(const Operation& operation, int32_t rank) const;
+  uint64_t Imbalance(const Operation& operation) const;
+  std::string Unfinished() const;
+  static void Signal(Signals signals);
+
+  const int32_t ep_rank_;
+  const std::chrono::nanoseconds operation_timeout_;
+  std::atomic<int> num_breaking_{0};  // whoever waits to break should not wait for a long transfer
+
+  mutable std::mutex mutex_;  // guards what follows
+  absl::Status broken_;
+  std::vector<Link> links_;  // [ep_size]; the own rank's is unused
+  std::map<int64_t, std::shared_ptr<Operation>> started_;
+  int64_t next_sequence_ = 0;  // of the operation after current_
+  std::shared_ptr<Operation> current_;
+  uint64_t imbalance_ = 0;              // sum of the headers that have come, and the own one
+  Time deadline_ = Time::max();         // of current_
+  Time failed_deadline_ = Time::max();  // for the reason of a broken data connection
+  absl::Status failed_status_;
+  Time wake_at_ = Time::max();  // when the thread will wake by itself
+  bool stopping_ = false;
+  Signals signals_;  // to be sent when the mutex is free
+
+  UniqueFd epoll_;
+  UniqueFd wake_;
+  std::thread thread_;
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_COMM_TCP_EXCHANGE_H_

@@ -1,0 +1,123 @@
+#include "server/comm/tcp_link.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+
+namespace expertmesh {
+namespace {
+
+// The parts of a message that lie in [begin, end), as system calls want them. Returns their number.
+template <typename Byte>
+int Parts(TcpMessageHeader& header, int64_t header_bytes, Byte* payload, int64_t payload_bytes,
+          uint64_t& trailer, int64_t begin, int64_t end, iovec* parts) {
+  int num_parts = 0;
+  int64_t offset = 0;
+  const auto add = [&](void* data, int64_t size) {
+    const int64_t from = std::max(begin - offset, int64_t{0});
+    const int64_t to = std::min(end - offset, size);
+    if (from < to) {
+      parts[num_parts++] = {static_cast<char*>(data) + from, static_cast<size_t>(to - from)};
+    }
+    offset += size;
+  };
+  add(&header, header_bytes);
+  add(const_cast<std::byte*>(payload), payload_bytes);
+  add(&trailer, sizeof(trailer));
+  return num_parts;
+}
+
+absl::Status Broken(const char* what) {
+  return absl::UnavailableError(absl::StrCat("connection broke: ", what));
+}
+
+}  // namespace
+
+void TcpLink::BeginSend(const TcpMessageHeader& header, const std::byte* payload,
+                        int64_t payload_bytes) {
+  send_ = {};
+  send_.header = header;
+  send_.payload = payload;
+  send_.payload_bytes = payload_bytes;
+  send_.done = false;
+  send_.checksum.Update(reinterpret_cast<const std::byte*>(&send_.header), kHeaderBytes);
+}
+
+void TcpLink::BeginReceive(std::byte* payload, int64_t payload_bytes) {
+  receive_ = {};
+  receive_.payload = payload;
+  receive_.payload_bytes = payload_bytes;
+  receive_.done = false;
+  header_checked_ = false;
+}
+
+absl::StatusOr<bool> TcpLink::Send() {
+  if (send_.done) return false;
+  const int64_t limit = std::min(send_.total(), send_.moved + kSliceBytes);
+  const int64_t payload_end = std::clamp(limit - kHeaderBytes, int64_t{0}, send_.payload_bytes);
+  int64_t fresh = payload_end - send_.hashed;
+  if (payload_end < send_.payload_bytes) fresh -= fresh % PayloadChecksum::kBlockBytes;
+  if (fresh > 0) {
+    send_.checksum.Update(send_.payload + send_.hashed, fresh);
+    send_.hashed += fresh;
+  }
+  if (payload_end == send_.payload_bytes) send_.trailer = send_.checksum.Finish();
+  iovec parts[3];
+  msghdr message = {};
+  message.msg_iov = parts;
+  message.msg_iovlen = Parts(send_.header, kHeaderBytes, send_.payload, send_.payload_bytes,
+                             send_.trailer, send_.moved, limit, parts);
+  ssize_t moved;
+  do {
+    moved = sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  } while (moved < 0 && errno == EINTR);
+  if (moved < 0) {
+    if (errno == EAGAIN || errno == EWOULDBLOCK) return false;
+    return Broken(strerror(errno));
+  }
+  send_.moved += moved;
+  send_.done = send_.moved == send_.total();
+  return true;
+}
+
+absl::StatusOr<bool> TcpLink::Receive() {
+  if (receive_.done || (header_received() && !header_checked_)) return false;
+  const int64_t limit = std::min(receive_.total(), receive_.moved + kSliceBytes);
+  iovec parts[3];
+  msghdr message = {};
+  message.msg_iov = parts;
+  message.msg_iovlen =
+      Parts(receive_.header, kHeaderBytes, receive_.payload, receive_.payload_bytes,
+            receive_.trailer, receive_.moved, limit, parts);
+  ssize_t moved;
+  do {
+    moved = recvmsg(fd_.get(), &message, MSG_DONTWAIT);
+  } while (moved < 0 && errno == EINTR);
+  if (moved < 0) {
+    if (errno == EAGAIN || errno == EWOULDBLOCK) return false;
+    return Broken(strerror(errno));
+  }
+  if (moved == 0) return Broken("closed by the peer");
+  const bool had_header = header_received();
+  receive_.moved += moved;
+  if (!had_header && header_received()) {
+    receive_.checksum.Update(reinterpret_cast<const std::byte*>(&receive_.header), kHeaderBytes);
+  }
+  const int64_t there =
+      std::clamp(receive_.moved - kHeaderBytes, int64_t{0}, receive_.payload_bytes);
+  int64_t fresh = there - receive_.hashed;
+  if (there < receive_.payload_bytes) fresh -= fresh % PayloadChecksum::kBlockBytes;
+  if (fresh > 0) {
+    receive_.checksum.Update(receive_.payload + receive_.hashed, fresh);
+    receive_.hashed += fresh;
+  }
+  receive_.done = receive_.moved == receive_.total();
+  return true;
+}
+
+}  // namespace expertmesh

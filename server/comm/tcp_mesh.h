@@ -1,0 +1,49 @@
+#ifndef EXPERTMESH_SERVER_COMM_TCP_MESH_H_
+#define EXPERTMESH_SERVER_COMM_TCP_MESH_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "server/comm/rendezvous_store.h"
+#include "server/comm/unique_fd.h"
+
+namespace expertmesh {
+
+struct TcpMeshParams {
+  int32_t ep_rank = 0;
+  int32_t ep_size = 1;
+  uint64_t incarnation = 0;
+  uint64_t epoch = 0;
+  // A numeric IPv4 or IPv6 address of this machine that the other ranks can reach. Never a host
+  // name, never a wildcard: what is not meant for this network must not be able to connect.
+  std::string bind_address;
+  RendezvousStore* store = nullptr;  // used during the call only
+  absl::Time deadline = absl::InfiniteFuture();
+};
+
+// Two connected, non-blocking sockets between this rank and a peer.
+struct TcpPeerSockets {
+  UniqueFd data;     // payloads
+  UniqueFd control;  // why a rank gave up; always has room, however full the other one is
+};
+
+// Connects this rank with all others of its epoch, [ep_size] (own rank: nothing). Collective;
+// blocks until the last rank has come or the deadline has passed.
+//
+// Every rank listens on one port, only while this call runs. A connection must show within it the
+// secret that the listener left in the store, and the listener answers with the other's: anybody
+// else, ranks of other epochs included, is refused with a line in the log and does not disturb the
+// group.
+//
+// INVALID_ARGUMENT (bind_address, ranks), ALREADY_EXISTS (this rank is there already), UNAVAILABLE
+// (a peer cannot be reached, or is gone again), DEADLINE_EXCEEDED (names the ranks that are
+// missing), CANCELLED and other errors of the store.
+absl::StatusOr<std::vector<TcpPeerSockets>> ConnectTcpMesh(const TcpMeshParams& params);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_COMM_TCP_MESH_H_
