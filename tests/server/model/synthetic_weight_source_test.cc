@@ -5,6 +5,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "server/model/synthetic_tensor.h"
 
 namespace expertmesh {
 namespace {
@@ -83,6 +84,18 @@ TEST(SyntheticWeightSourceTest, PartsDifferAndHaveTheExpectedSpread) {
   EXPECT_NEAR(stddev(gate), 1.0 / 16, 0.003);
   EXPECT_NEAR(stddev(up), 1.0 / 16, 0.003);
   EXPECT_NEAR(stddev(down), 1.0 / 8, 0.006);
+}
+
+TEST(SyntheticTensorTest, AShorterTensorIsTheBeginningOfALongerOne) {
+  // Long ones are made by another path.
+  constexpr int64_t kLong = (1 << 18) + 3;
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    const int64_t element_bytes = DTypeBytes(dtype);
+    std::vector<std::byte> long_one(kLong * element_bytes), short_one(1001 * element_bytes);
+    FillSyntheticTensor({.seed = 5}, 0.3f, dtype, kLong, long_one.data());
+    FillSyntheticTensor({.seed = 5}, 0.3f, dtype, 1001, short_one.data());
+    EXPECT_EQ(std::memcmp(long_one.data(), short_one.data(), short_one.size()), 0);
+  }
 }
 
 TEST(SyntheticWeightSourceTest, GateBiasesAndSharedExpertsFollowTheSpec) {
