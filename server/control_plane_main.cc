@@ -224,5 +224,6 @@ int Run(const std::vector<std::string>& args) {
 
 int main(int argc, char** argv) {
   expertmesh::TuneProcessForGrpc();
+  expertmesh::StopSignals::Block();
   return expertmesh::Run(std::vector<std::string>(argv + 1, argv + argc));
 }

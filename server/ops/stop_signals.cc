@@ -51,10 +51,13 @@ struct StopSignals::Impl {
   }
 };
 
-StopSignals::StopSignals(std::function<void(int)> on_first) : impl_(std::make_unique<Impl>()) {
+void StopSignals::Block() {
   signal(SIGPIPE, SIG_IGN);
   const sigset_t set = StopSet();
   pthread_sigmask(SIG_BLOCK, &set, nullptr);
+}
+
+StopSignals::StopSignals(std::function<void(int)> on_first) : impl_(std::make_unique<Impl>()) {
   impl_->on_first = std::move(on_first);
   impl_->watcher = std::thread([impl = impl_.get()] { impl->Watch(); });
 }

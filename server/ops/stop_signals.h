@@ -6,15 +6,19 @@
 
 namespace expertmesh {
 
-// SIGTERM and SIGINT as calls of a function on an ordinary thread. One per process, made before any
-// other thread, which then all inherit the blocked signals. SIGPIPE is ignored: a peer that closed
-// its socket is an error code, not our end.
+// SIGTERM and SIGINT as calls of a function on an ordinary thread. At most one at a time in a
+// process.
 class StopSignals {
  public:
+  // First thing in main, before there is any other thread: all threads inherit the blocked signals,
+  // which then wait for a StopSignals. SIGPIPE is ignored: a peer that closed its socket is an
+  // error code, not our end.
+  static void Block();
+
   // `on_first` runs once, at the first signal, and may block. The second signal ends the process at
   // once, as the signal would have done by itself.
   explicit StopSignals(std::function<void(int signal_number)> on_first);
-  // Both signals stay blocked.
+  // Waits for `on_first`, if it runs. The signals stay blocked.
   ~StopSignals();
   StopSignals(const StopSignals&) = delete;
   StopSignals& operator=(const StopSignals&) = delete;
