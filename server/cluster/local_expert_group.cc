@@ -14,6 +14,7 @@
 #include "kernels/base/host_buffer_pool.h"
 #include "server/cluster/memory_need.h"
 #include "server/comm/in_process_communicator.h"
+#include "server/ops/call_error.h"
 #include "server/rank/rank_backend.h"
 #include "server/rank/rank_step.h"
 
@@ -46,7 +47,7 @@ absl::Status FirstCause(absl::Span<const absl::Status> errors) {
     if (!absl::IsAborted(error)) return error;
     aborted.Update(error);
   }
-  return absl::UnavailableError(aborted.message());
+  return CallError(ErrorReason::kStepLost, aborted.message());
 }
 
 }  // namespace
@@ -201,7 +202,9 @@ const Placement* LocalExpertGroup::placement(std::string_view model, int32_t lay
 
 absl::StatusOr<GroupStepResult> LocalExpertGroup::RunStep(GroupStep step, bool on_caller,
                                                           absl::Time step_deadline) {
-  if (epoch() == 0) return absl::UnavailableError("NO_EPOCH: the experts are not loaded yet");
+  if (epoch() == 0) {
+    return CallError(ErrorReason::kNoEpoch, "the experts are not loaded yet");
+  }
   if (step.plan.slices.size() != engines_.size() || step.shards.size() != engines_.size()) {
     return absl::InvalidArgumentError(absl::StrCat("step: ", step.plan.slices.size(),
                                                    " slices and ", step.shards.size(),

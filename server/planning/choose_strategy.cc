@@ -1,6 +1,6 @@
 #include "server/planning/choose_strategy.h"
 
-#include "absl/strings/str_cat.h"
+#include "server/ops/call_error.h"
 
 namespace expertmesh {
 
@@ -10,18 +10,16 @@ absl::StatusOr<DispatchMode> ChooseStrategy(DispatchMode requested, int32_t ep_s
       return ep_size == 1 ? DispatchMode::kPassthrough : DispatchMode::kAllToAll;
     case DispatchMode::kPassthrough:
       if (ep_size == 1) return requested;
-      return absl::InvalidArgumentError(absl::StrCat(
-          "dispatch: passthrough needs every expert on every rank; the experts are spread over ",
-          ep_size, " ranks"));
+      break;
     case DispatchMode::kAllToAll:
       return requested;
     case DispatchMode::kAllGatherReduceScatter:
     case DispatchMode::kDirect:
       break;
   }
-  return absl::InvalidArgumentError(
-      absl::StrCat("dispatch: ", DispatchModeName(requested),
-                   " is not available; available are auto, passthrough, all_to_all"));
+  return InvalidFieldError("options.dispatch", DispatchModeName(requested),
+                           ep_size == 1 ? "auto, passthrough or all_to_all"
+                                        : "auto or all_to_all where experts are on several ranks");
 }
 
 }  // namespace expertmesh

@@ -17,6 +17,8 @@ namespace expertmesh {
 //   kPassthrough     > 1       INVALID_ARGUMENT: the rows' experts are on other ranks
 //   kAllToAll        any       kAllToAll
 //   anything else    any       INVALID_ARGUMENT: no rank implements it
+//
+// Errors name the field options.dispatch.
 absl::StatusOr<DispatchMode> ChooseStrategy(DispatchMode requested, int32_t ep_size);
 
 }  // namespace expertmesh
