@@ -212,8 +212,9 @@ absl::StatusOr<GroupStepResult> LocalExpertGroup::RunStep(GroupStep step, bool o
   }
   for (const StepSlice& slice : step.plan.slices) {
     if (slice.header.incarnation != incarnation_ || slice.header.epoch != epoch()) {
-      return absl::UnavailableError(
-          absl::StrCat("STEP_LOST: planned for incarnation ", slice.header.incarnation, " epoch ",
+      return CallError(
+          ErrorReason::kStepLost,
+          absl::StrCat("the step was planned for incarnation ", slice.header.incarnation, " epoch ",
                        slice.header.epoch, "; the group is in ", incarnation_, " epoch ", epoch()));
     }
   }
