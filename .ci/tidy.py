@@ -26,7 +26,7 @@ def preprocessed(command, directory):
     arguments = shlex.split(command)
     # The compiler comes after its launcher (cmake -E env ... ccache).
     first = max(i for i, argument in enumerate(arguments) if re.search(r"(^|/)(c\+\+|g\+\+|cc|gcc)[^/]*$", argument))
-    arguments = [argument for argument in arguments[first:]]
+    arguments = arguments[first:]
     for flag in ("-o", "-MF", "-MT"):
         while flag in arguments:
             at = arguments.index(flag)
@@ -60,8 +60,9 @@ def main():
             stamp.touch()
             return name, True, 0.0, ""
         start = time.monotonic()
-        result = subprocess.run([TIDY, "-p", build, "--quiet", entry["file"]], stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, text=True)
+        # The compile commands are GCC's.
+        result = subprocess.run([TIDY, "-p", build, "--quiet", "--extra-arg=-Wno-unknown-warning-option",
+                                 entry["file"]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if result.returncode == 0:
             stamp.touch()
         return name, result.returncode == 0, time.monotonic() - start, result.stdout

@@ -1,6 +1,7 @@
 #include "kernels/base/host_buffer_pool.h"
 
 #include <bit>
+#include <cassert>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -28,6 +29,7 @@ std::optional<int64_t> ClassBytes(int64_t size_bytes) {
   if (size_bytes > int64_t{1} << 61) return std::nullopt;
   const int64_t step =
       static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(size_bytes - 1)) / 4);
+  assert(step > 0);
   return (size_bytes + step - 1) / step * step;
 }
 

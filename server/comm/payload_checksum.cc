@@ -6,8 +6,8 @@
 namespace expertmesh {
 namespace {
 
-// One-to-one in both arguments, so a difference in one word can never vanish again. The shift brings
-// high bits back down, which the multiplication only moves up.
+// One-to-one in both arguments, so a difference in one word can never vanish again. The shift
+// brings high bits back down, which the multiplication only moves up.
 inline uint64_t Mix(uint64_t state, uint64_t word) {
   state = (state ^ word) * 0x9e3779b97f4a7c15;
   return state ^ (state >> 32);

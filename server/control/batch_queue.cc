@@ -1,6 +1,7 @@
 #include "server/control/batch_queue.h"
 
 #include <algorithm>
+#include <cassert>
 #include <iterator>
 #include <tuple>
 #include <utility>
@@ -61,6 +62,7 @@ StepBatch BatchQueue::Take(int64_t max_tokens) {
   for (const auto& [key, queue] : queues_) {
     if (oldest == nullptr || WaitsLonger(*queue.front(), *oldest->front())) oldest = &queue;
   }
+  assert(oldest != nullptr);
   int64_t num_tokens = 0;
   for (const CallPtr& call : *oldest) {
     if (num_tokens >= max_tokens) break;
