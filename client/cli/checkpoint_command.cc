@@ -14,8 +14,8 @@ ABSL_FLAG(std::string, out, "", "directory to write the checkpoint to");
 ABSL_FLAG(std::string, architecture, "Qwen3MoeForCausalLM", "whose names and layout to write");
 ABSL_FLAG(int64_t, hidden_size, 256, "columns of hidden states");
 ABSL_FLAG(int64_t, intermediate_size, 128, "columns between an expert's two matrix products");
-ABSL_FLAG(int, layers, 2, "layers, all of them with experts");
-ABSL_FLAG(int, experts, 16, "experts per layer");
+ABSL_FLAG(int, num_layers, 2, "layers, all of them with experts");
+ABSL_FLAG(int, num_experts, 16, "experts per layer");
 ABSL_FLAG(int, experts_per_token, 4, "the router rule's top-k");
 ABSL_FLAG(std::string, weight_dtype, "bfloat16", "float32, float16 or bfloat16");
 ABSL_FLAG(uint64_t, weight_seed, 0, "of the weights");
@@ -31,8 +31,8 @@ absl::Status Run() {
   options.architecture = absl::GetFlag(FLAGS_architecture);
   options.hidden_size = absl::GetFlag(FLAGS_hidden_size);
   options.intermediate_size = absl::GetFlag(FLAGS_intermediate_size);
-  options.num_layers = absl::GetFlag(FLAGS_layers);
-  options.num_experts = absl::GetFlag(FLAGS_experts);
+  options.num_layers = absl::GetFlag(FLAGS_num_layers);
+  options.num_experts = absl::GetFlag(FLAGS_num_experts);
   options.topk = absl::GetFlag(FLAGS_experts_per_token);
   options.seed = absl::GetFlag(FLAGS_weight_seed);
   options.max_shard_bytes = absl::GetFlag(FLAGS_shard_bytes);
@@ -74,7 +74,7 @@ absl::Status Run() {
 const Command kCheckpointCommand = {
     "checkpoint", "writes a small synthetic checkpoint in Hugging Face format",
     "  --out=DIR\n"
-    "  --architecture=NAME --layers=N --experts=N --experts_per_token=N\n"
+    "  --architecture=NAME --num_layers=N --num_experts=N --experts_per_token=N\n"
     "  --hidden_size=N --intermediate_size=N --weight_dtype=T --weight_seed=N\n"
     "  --shard_bytes=N   several files and an index\n"
     "  --overwrite       replace what is there\n\n"

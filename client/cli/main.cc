@@ -20,7 +20,7 @@ constexpr int kExitError = 1;
 constexpr int kExitUsage = 2;
 
 const Command* const kCommands[] = {&kForwardCommand, &kModelCommand, &kExplainCommand,
-                                    &kCheckpointCommand};
+                                    &kBenchCommand, &kCheckpointCommand};
 
 std::string Overview() {
   std::string text =

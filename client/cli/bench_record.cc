@@ -1,0 +1,65 @@
+#include "client/cli/bench_record.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "absl/time/clock.h"
+
+namespace expertmesh {
+
+int64_t BenchSummary::num_errors() const {
+  int64_t sum = 0;
+  for (const auto& [code, count] : errors_by_code) sum += count;
+  return sum;
+}
+
+int64_t Percentile(const std::vector<int64_t>& sorted, double fraction) {
+  if (sorted.empty()) return 0;
+  const double rank = std::ceil(fraction * static_cast<double>(sorted.size()));
+  const auto index = static_cast<int64_t>(rank) - 1;
+  return sorted[static_cast<size_t>(
+      std::clamp<int64_t>(index, 0, static_cast<int64_t>(sorted.size()) - 1))];
+}
+
+void BenchRecord::Add(absl::Duration latency, const absl::StatusOr<ForwardOutput>& answer) {
+  absl::MutexLock lock(&mutex_);
+  if (!answer.ok()) {
+    ++errors_by_code_[absl::StatusCodeToString(answer.status().code())];
+    return;
+  }
+  latencies_micros_.push_back(absl::ToInt64Microseconds(latency));
+  num_tokens_ += answer->num_tokens;
+  server_micros_ += answer->response.timings().total_micros();
+}
+
+void BenchRecord::Restart() {
+  absl::MutexLock lock(&mutex_);
+  start_ = absl::Now();
+  latencies_micros_.clear();
+  num_tokens_ = server_micros_ = 0;
+  errors_by_code_.clear();
+}
+
+BenchSummary BenchRecord::Summarize() const {
+  BenchSummary summary;
+  std::vector<int64_t> sorted;
+  {
+    absl::MutexLock lock(&mutex_);
+    summary.seconds = absl::ToDoubleSeconds(absl::Now() - start_);
+    summary.num_tokens = num_tokens_;
+    summary.errors_by_code = errors_by_code_;
+    summary.mean_server_micros = static_cast<double>(server_micros_);
+    sorted = latencies_micros_;
+  }
+  std::sort(sorted.begin(), sorted.end());
+  summary.num_ok = static_cast<int64_t>(sorted.size());
+  if (sorted.empty()) return summary;
+  summary.mean_server_micros /= static_cast<double>(sorted.size());
+  summary.p50_micros = Percentile(sorted, 0.50);
+  summary.p95_micros = Percentile(sorted, 0.95);
+  summary.p99_micros = Percentile(sorted, 0.99);
+  summary.max_micros = sorted.back();
+  return summary;
+}
+
+}  // namespace expertmesh

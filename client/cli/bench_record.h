@@ -1,0 +1,58 @@
+#ifndef EXPERTMESH_CLIENT_CLI_BENCH_RECORD_H_
+#define EXPERTMESH_CLIENT_CLI_BENCH_RECORD_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "client/forward_input.h"
+
+namespace expertmesh {
+
+// What a bench saw between two moments.
+struct BenchSummary {
+  double seconds = 0;
+  int64_t num_ok = 0;
+  int64_t num_tokens = 0;  // of the calls that were answered
+  std::map<std::string, int64_t> errors_by_code;
+  // Latencies of answered calls, microseconds; 0 when there are none.
+  int64_t p50_micros = 0;
+  int64_t p95_micros = 0;
+  int64_t p99_micros = 0;
+  int64_t max_micros = 0;
+  double mean_server_micros = 0;  // Timings.total_micros as the server gave it
+
+  int64_t num_errors() const;
+};
+
+// The value below which `fraction` of the sorted values lie (nearest rank); 0 of none.
+int64_t Percentile(const std::vector<int64_t>& sorted, double fraction);
+
+// Collects calls from any thread.
+class BenchRecord {
+ public:
+  // `latency` counts from the moment at which the call was due, so that a server that stalls is
+  // seen as slow even when it held up the sending.
+  void Add(absl::Duration latency, const absl::StatusOr<ForwardOutput>& answer);
+  // Forgets what came before: the warm-up.
+  void Restart();
+  // Since construction or Restart.
+  BenchSummary Summarize() const;
+
+ private:
+  mutable absl::Mutex mutex_;
+  absl::Time start_ ABSL_GUARDED_BY(mutex_) = absl::Now();
+  std::vector<int64_t> latencies_micros_ ABSL_GUARDED_BY(mutex_);
+  int64_t num_tokens_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t server_micros_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::map<std::string, int64_t> errors_by_code_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_CLIENT_CLI_BENCH_RECORD_H_

@@ -1,0 +1,152 @@
+#include "client/cli/bench_run.h"
+
+#include <algorithm>
+#include <random>
+#include <thread>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr absl::Duration kProgressInterval = absl::Milliseconds(500);
+
+// Sends requests and books their answers; shared by both loops.
+class Runner {
+ public:
+  Runner(ExpertClient& client, const std::vector<std::unique_ptr<ForwardJob>>& load,
+         const BenchRunOptions& options)
+      : client_(client), load_(load), options_(options) {}
+
+  // `due`: when the call should have started. A closed loop goes on by itself until Stop.
+  void Send(absl::Time due, bool closed_loop) {
+    size_t request = 0;
+    {
+      absl::MutexLock lock(&mutex_);
+      if (stopping_) return;
+      if (!closed_loop && in_flight_ >= options_.max_in_flight) {
+        if (measuring_) ++num_not_sent_;
+        return;
+      }
+      ++in_flight_;
+      request = next_request_++ % load_.size();
+    }
+    client_.ForwardAsync(load_[request]->input, options_.call,
+                         [this, due, request, closed_loop](absl::StatusOr<ForwardOutput> answer) {
+                           record_.Add(absl::Now() - due, answer);
+                           KeepSample(request, std::move(answer));
+                           if (closed_loop) Send(absl::Now(), true);
+                           absl::MutexLock lock(&mutex_);
+                           --in_flight_;
+                         });
+  }
+
+  void StartMeasuring() {
+    {
+      absl::MutexLock lock(&mutex_);
+      measuring_ = true;
+    }
+    record_.Restart();
+  }
+
+  // Waits for the calls in flight.
+  void Stop() {
+    absl::MutexLock lock(&mutex_);
+    stopping_ = true;
+    mutex_.Await(absl::Condition(
+        +[](int64_t* in_flight) { return *in_flight == 0; }, &in_flight_));
+  }
+
+  int64_t in_flight() const {
+    absl::MutexLock lock(&mutex_);
+    return in_flight_;
+  }
+  int64_t num_not_sent() const {
+    absl::MutexLock lock(&mutex_);
+    return num_not_sent_;
+  }
+  BenchSummary Summarize() const { return record_.Summarize(); }
+  std::vector<BenchSample> TakeSamples() {
+    absl::MutexLock lock(&mutex_);
+    return std::move(samples_);
+  }
+
+ private:
+  // The first answer to each of the first requests.
+  void KeepSample(size_t request, absl::StatusOr<ForwardOutput> answer) {
+    absl::MutexLock lock(&mutex_);
+    if (!measuring_ || !answer.ok() ||
+        request >= static_cast<size_t>(std::max(0, options_.num_samples)))
+      return;
+    const bool known =
+        std::any_of(samples_.begin(), samples_.end(),
+                    [&](const BenchSample& sample) { return sample.request == request; });
+    if (!known) samples_.push_back({request, *std::move(answer)});
+  }
+
+  ExpertClient& client_;
+  const std::vector<std::unique_ptr<ForwardJob>>& load_;
+  const BenchRunOptions& options_;
+  BenchRecord record_;
+
+  mutable absl::Mutex mutex_;
+  bool measuring_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  int64_t in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t num_not_sent_ ABSL_GUARDED_BY(mutex_) = 0;
+  size_t next_request_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::vector<BenchSample> samples_ ABSL_GUARDED_BY(mutex_);
+};
+
+// Sends at Poisson moments until `end`; on a thread of its own, so that printing never delays a
+// call.
+void OpenLoop(Runner& runner, const BenchRunOptions& options, absl::Time end) {
+  std::mt19937_64 random(options.seed);
+  std::exponential_distribution<double> gap(options.rate);
+  for (absl::Time due = absl::Now(); due < end; due += absl::Seconds(gap(random))) {
+    absl::SleepFor(due - absl::Now());
+    runner.Send(due, /*closed_loop=*/false);
+  }
+}
+
+}  // namespace
+
+BenchResult RunBench(ExpertClient& client, const std::vector<std::unique_ptr<ForwardJob>>& load,
+                     const BenchRunOptions& options,
+                     absl::FunctionRef<void(double, const BenchSummary&, int64_t)> progress) {
+  Runner runner(client, load, options);
+  const absl::Time measure_from = absl::Now() + options.warmup;
+  const absl::Time end = measure_from + options.duration;
+  std::thread open_loop;
+  if (options.rate > 0) {
+    open_loop = std::thread([&] { OpenLoop(runner, options, end); });
+  } else {
+    for (int i = 0; i < options.concurrency; ++i) runner.Send(absl::Now(), /*closed_loop=*/true);
+  }
+  bool measuring = false;
+  while (absl::Now() < end) {
+    const absl::Time now = absl::Now();
+    if (!measuring && now >= measure_from) {
+      runner.StartMeasuring();
+      measuring = true;
+    }
+    absl::SleepFor(std::min(
+        {kProgressInterval, end - now, measuring ? kProgressInterval : measure_from - now}));
+    progress(absl::ToDoubleSeconds(absl::Now() - measure_from), runner.Summarize(),
+             runner.in_flight());
+  }
+  BenchResult result;
+  // Before the calls in flight end: they were part of the load, and what they add has no second to
+  // stand in.
+  result.summary = runner.Summarize();
+  result.num_not_sent = runner.num_not_sent();
+  if (open_loop.joinable()) open_loop.join();
+  runner.Stop();
+  result.samples = runner.TakeSamples();
+  return result;
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,51 @@
+#ifndef EXPERTMESH_CLIENT_CLI_BENCH_RUN_H_
+#define EXPERTMESH_CLIENT_CLI_BENCH_RUN_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "client/cli/bench_record.h"
+#include "client/cli/forward_job.h"
+#include "client/expert_client.h"
+
+namespace expertmesh {
+
+struct BenchRunOptions {
+  int concurrency = 8;  // closed loop: calls in flight; each answer starts the next call
+  // Open loop when > 0: calls per second at random (Poisson) moments, whatever the server does.
+  // Calls that would exceed `max_in_flight` are counted as errors (NOT_SENT), not held back.
+  double rate = 0;
+  int max_in_flight = 4096;
+  absl::Duration warmup = absl::Seconds(2);
+  absl::Duration duration = absl::Seconds(10);
+  CallOptions call;
+  int num_samples = 16;  // answers to keep for verification
+  uint64_t seed = 1;
+};
+
+// An answer that was given under load, and the request it belongs to.
+struct BenchSample {
+  size_t request = 0;  // index into the load
+  ForwardOutput answer;
+};
+
+struct BenchResult {
+  BenchSummary summary;
+  int64_t num_not_sent = 0;
+  std::vector<BenchSample> samples;
+};
+
+// Blocking: warms up, measures, waits for the calls in flight. `progress` runs on this thread about
+// twice a second with the seconds of measurement so far (negative: warming up), what was seen so
+// far and the calls in flight.
+BenchResult RunBench(ExpertClient& client, const std::vector<std::unique_ptr<ForwardJob>>& load,
+                     const BenchRunOptions& options,
+                     absl::FunctionRef<void(double, const BenchSummary&, int64_t)> progress);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_CLIENT_CLI_BENCH_RUN_H_
