@@ -32,6 +32,7 @@ class ExpertServiceImpl final : public RawForward {
     forward_.decode_limits.max_message_bytes = options_.max_message_bytes;
     forward_.max_deadline = options_.max_deadline;
     forward_.next_request_number = &next_request_number_;
+    forward_.explain_queue = &explain_queue_;
     streams_.forward = &forward_;
     streams_.total = &stream_total_;
     streams_.max_stream_inflight_bytes = options_.max_stream_inflight_bytes;
@@ -58,7 +59,7 @@ class ExpertServiceImpl final : public RawForward {
                                     grpc::ByteBuffer* response) override {
     auto* reactor =
         new ExplainReactor(forward_, context, const_cast<grpc::ByteBuffer*>(request), response);
-    reactor->Start(&explain_queue_);
+    reactor->Start();
     return reactor;
   }
 

@@ -17,37 +17,6 @@ namespace {
 constexpr int32_t kDefaultTokens = 16;
 constexpr int32_t kMostTokens = 4096;
 
-struct Routed {
-  std::vector<int32_t> own_ids;
-  std::vector<float> own_weights;
-  RoutingSegment segment;
-};
-
-absl::Status Route(const ForwardCall& call, const Router* router, Routed* routed) {
-  RoutingSegment& segment = routed->segment;
-  segment.num_tokens = call.num_tokens;
-  segment.topk = call.topk;
-  if (call.routing == RoutingKind::kTopK) {
-    segment.topk_ids = reinterpret_cast<const int32_t*>(call.topk_ids.data());
-    segment.topk_weights = reinterpret_cast<const float*>(call.topk_weights.data());
-    return absl::OkStatus();
-  }
-  const size_t num_pairs = static_cast<size_t>(call.num_tokens * call.topk);
-  routed->own_ids.resize(num_pairs);
-  routed->own_weights.resize(num_pairs);
-  segment.topk_ids = routed->own_ids.data();
-  segment.topk_weights = routed->own_weights.data();
-  if (call.num_tokens == 0) return absl::OkStatus();
-  if (call.routing == RoutingKind::kRouterLogits) {
-    return router->RouteLogits(call.router_logits.data(), call.router_logits_dtype, call.num_tokens,
-                               absl::MakeSpan(routed->own_ids),
-                               absl::MakeSpan(routed->own_weights));
-  }
-  const RowSpan rows{call.hidden_states.data(), call.num_tokens};
-  return router->RouteHidden({&rows, 1}, call.activation_dtype, absl::MakeSpan(routed->own_ids),
-                             absl::MakeSpan(routed->own_weights));
-}
-
 void DescribeToken(const RoutingSegment& segment, const Placement& placement, int64_t token,
                    v1::ExplainedToken* out) {
   out->set_token(token);
@@ -171,15 +140,43 @@ void AddWarnings(const ValidForward& forward, v1::ExplainResponse* response) {
 
 }  // namespace
 
+absl::StatusOr<RoutedForward> RouteForward(const ForwardCall& call, const Router* router) {
+  RoutedForward routed;
+  RoutingSegment& segment = routed.segment;
+  segment.num_tokens = call.num_tokens;
+  segment.topk = call.topk;
+  if (call.routing == RoutingKind::kTopK) {
+    segment.topk_ids = reinterpret_cast<const int32_t*>(call.topk_ids.data());
+    segment.topk_weights = reinterpret_cast<const float*>(call.topk_weights.data());
+    return routed;
+  }
+  routed.ids.resize(static_cast<size_t>(call.num_tokens * call.topk));
+  routed.weights.resize(routed.ids.size());
+  segment.topk_ids = routed.ids.data();
+  segment.topk_weights = routed.weights.data();
+  absl::Status status;
+  if (call.routing == RoutingKind::kRouterLogits) {
+    status =
+        router->RouteLogits(call.router_logits.data(), call.router_logits_dtype, call.num_tokens,
+                            absl::MakeSpan(routed.ids), absl::MakeSpan(routed.weights));
+  } else {
+    const RowSpan rows{call.hidden_states.data(), call.num_tokens};
+    status = router->RouteHidden({&rows, 1}, call.activation_dtype, absl::MakeSpan(routed.ids),
+                                 absl::MakeSpan(routed.weights));
+  }
+  if (!status.ok()) return status;
+  return routed;
+}
+
 absl::StatusOr<v1::ExplainResponse> ExplainForward(const ExplainParams& params) {
   if (params.max_tokens < 0) {
     return InvalidFieldError("max_tokens", params.max_tokens, "0 or more");
   }
   const ForwardCall& call = *params.forward->call;
   const Placement& placement = *params.placement;
-  Routed routed;
-  absl::Status status = Route(call, params.router, &routed);
-  if (!status.ok()) return status;
+  absl::StatusOr<RoutedForward> routed = RouteForward(call, params.router);
+  if (!routed.ok()) return routed.status();
+  const RoutingSegment& segment = routed->segment;
 
   v1::ExplainResponse response;
   response.set_model(call.model->name);
@@ -193,7 +190,7 @@ absl::StatusOr<v1::ExplainResponse> ExplainForward(const ExplainParams& params) 
       call.num_tokens,
       params.max_tokens == 0 ? kDefaultTokens : std::min(params.max_tokens, kMostTokens));
   for (int64_t token = 0; token < shown; ++token) {
-    DescribeToken(routed.segment, placement, token, response.add_tokens());
+    DescribeToken(segment, placement, token, response.add_tokens());
   }
   std::vector<int64_t> tokens_per_expert(static_cast<size_t>(call.layer->num_experts), 0);
 
@@ -210,10 +207,10 @@ absl::StatusOr<v1::ExplainResponse> ExplainForward(const ExplainParams& params) 
   Explanation explanation(params, &response);
   int32_t num_steps = 0;
   for (int64_t first = 0; first < call.num_tokens || num_steps == 0; ++num_steps) {
-    RoutingSegment piece = routed.segment;
+    RoutingSegment piece = segment;
     piece.num_tokens = call.num_tokens == 0
                            ? 0
-                           : CountTokensThatFit({&routed.segment, 1}, placement, first,
+                           : CountTokensThatFit({&segment, 1}, placement, first,
                                                 params.max_step_tokens, params.max_rank_pairs);
     piece.topk_ids += first * piece.topk;
     piece.topk_weights += first * piece.topk;

@@ -2,14 +2,25 @@
 #define EXPERTMESH_SERVER_RPC_EXPLAIN_H_
 
 #include <cstdint>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "expertmesh/v1/expert_service.pb.h"
 #include "server/model/placement.h"
+#include "server/planning/step_plan.h"
 #include "server/routing/router.h"
 #include "server/rpc/forward_validation.h"
 
 namespace expertmesh {
+
+// A call's experts, as control/ would find them.
+struct RoutedForward {
+  RoutingSegment segment;  // points into the call, or into:
+  std::vector<int32_t> ids;
+  std::vector<float> weights;
+};
+// `router`, of the call's layer, is not used with given top-k. Errors are the router's.
+absl::StatusOr<RoutedForward> RouteForward(const ForwardCall& call, const Router* router);
 
 struct ExplainParams {
   const ValidForward* forward = nullptr;

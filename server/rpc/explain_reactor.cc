@@ -9,46 +9,6 @@
 #include "server/rpc/status_mapping.h"
 
 namespace expertmesh {
-namespace {
-
-constexpr size_t kMaxQueued = 64;
-
-}  // namespace
-
-ExplainQueue::ExplainQueue() : thread_([this] { Work(); }) {}
-
-ExplainQueue::~ExplainQueue() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stopping_ = true;
-  }
-  changed_.notify_all();
-  thread_.join();
-}
-
-bool ExplainQueue::Push(std::function<void()> work) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (queue_.size() >= kMaxQueued) return false;
-    queue_.push_back(std::move(work));
-  }
-  changed_.notify_one();
-  return true;
-}
-
-void ExplainQueue::Work() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  for (;;) {
-    changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
-    if (queue_.empty()) return;
-    std::function<void()> work = std::move(queue_.front());
-    queue_.pop_front();
-    lock.unlock();
-    work();
-    lock.lock();
-  }
-}
-
 ExplainReactor::ExplainReactor(const ForwardEnvironment& environment,
                                grpc::CallbackServerContext* context, grpc::ByteBuffer* request,
                                grpc::ByteBuffer* response)
@@ -58,14 +18,15 @@ ExplainReactor::ExplainReactor(const ForwardEnvironment& environment,
       arrival_(absl::Now()),
       deadline_(EffectiveDeadline(*context, arrival_, environment.max_deadline)) {}
 
-void ExplainReactor::Start(ExplainQueue* queue) {
+void ExplainReactor::Start() {
   environment_.metrics->calls_in_flight[static_cast<int>(CallMethod::kExplain)].Add(1);
   // gRPC learns of this reactor, and so may delete it, only after Start.
   wait_id_ = environment_.state->Wait(
       deadline_, static_cast<int64_t>(request_->Length()),
-      [this, queue](absl::StatusOr<const ServingBackend*> backend) {
+      [this](absl::StatusOr<const ServingBackend*> backend) {
         if (!backend.ok()) return Answer(backend.status());
-        if (!queue->Push([this, served = *backend] { Answer(Explain(*served)); })) {
+        if (!environment_.explain_queue->Push(
+                [this, served = *backend] { Answer(Explain(*served)); })) {
           Answer(CallError(ErrorReason::kQueueFull, "too many explanations wait"));
         }
       });

@@ -1,12 +1,6 @@
 #ifndef EXPERTMESH_SERVER_RPC_EXPLAIN_REACTOR_H_
 #define EXPERTMESH_SERVER_RPC_EXPLAIN_REACTOR_H_
 
-#include <condition_variable>
-#include <deque>
-#include <functional>
-#include <mutex>
-#include <thread>
-
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "grpcpp/support/byte_buffer.h"
@@ -16,32 +10,12 @@
 
 namespace expertmesh {
 
-// One thread for explanations: routing a large request on one of gRPC's threads would hold up
-// Forward calls. Thread safe.
-class ExplainQueue {
- public:
-  ExplainQueue();
-  // Runs what is queued.
-  ~ExplainQueue();
-  // False when too much is queued already.
-  bool Push(std::function<void()> work);
-
- private:
-  void Work();
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> queue_;
-  bool stopping_ = false;
-  std::thread thread_;
-};
-
 // One Explain call. Owned by gRPC until OnDone, where it deletes itself.
 class ExplainReactor final : public grpc::ServerUnaryReactor {
  public:
   ExplainReactor(const ForwardEnvironment& environment, grpc::CallbackServerContext* context,
                  grpc::ByteBuffer* request, grpc::ByteBuffer* response);
-  void Start(ExplainQueue* queue);
+  void Start();
   void OnCancel() override;
   void OnDone() override { delete this; }
 

@@ -1,6 +1,7 @@
 #include "server/rpc/forward_reactor.h"
 
 #include <algorithm>
+#include <memory>
 #include <thread>
 #include <utility>
 
@@ -9,6 +10,7 @@
 #include "grpcpp/server_context.h"
 #include "server/ops/call_error.h"
 #include "server/ops/logging.h"
+#include "server/rpc/explain.h"
 #include "server/rpc/status_mapping.h"
 
 namespace expertmesh {
@@ -72,7 +74,7 @@ void ForwardReactor::Run(absl::StatusOr<const ServingBackend*> backend, bool may
   if (!valid.ok()) return Answer(valid.status());
   info_ = AnswerInfoOf(*valid);
   environment_.metrics->request_tokens.Increment(info_.num_tokens);
-  if (valid->validate_only) return Answer(EncodeValidated(info_, *backend_));
+  if (valid->validate_only) return Validated(std::move(*valid));
   Submit(std::move(*valid), may_run_inline);
 }
 
@@ -90,6 +92,20 @@ void ForwardReactor::Submit(ValidForward valid, bool may_run_inline) {
   }
   if (cancel) backend_->controller->Cancel(id);
   Unref();
+}
+
+void ForwardReactor::Validated(ValidForward valid) {
+  if (valid.call->routing != RoutingKind::kRouterLogits) {
+    return Answer(EncodeValidated(info_, *backend_));
+  }
+  // Only the router finds NaN logits, and that takes a while.
+  const bool queued = environment_.explain_queue->Push(
+      [this, call = std::shared_ptr<ForwardCall>(std::move(valid.call))] {
+        const Router* router = backend_->routers->Find(call->model->name, call->layer->index);
+        const absl::Status status = RouteForward(*call, router).status();
+        Answer(status.ok() ? EncodeValidated(info_, *backend_) : status);
+      });
+  if (!queued) Answer(CallError(ErrorReason::kQueueFull, "too many explanations wait"));
 }
 
 void ForwardReactor::Complete(absl::StatusOr<ForwardResult> result) {

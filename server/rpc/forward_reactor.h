@@ -12,6 +12,7 @@
 #include "grpcpp/support/server_callback.h"
 #include "server/control/forward_controller.h"
 #include "server/ops/server_metrics.h"
+#include "server/rpc/explain_queue.h"
 #include "server/rpc/forward_decoder.h"
 #include "server/rpc/forward_response.h"
 #include "server/rpc/serving_state.h"
@@ -24,6 +25,7 @@ struct ForwardEnvironment {
   const ServerMetrics* metrics = nullptr;
   ForwardDecodeLimits decode_limits;
   absl::Duration max_deadline;
+  ExplainQueue* explain_queue = nullptr;
   std::atomic<uint64_t>* next_request_number = nullptr;
 };
 
@@ -52,6 +54,8 @@ class ForwardReactor final : public grpc::ServerUnaryReactor {
   // Decodes, checks and submits; `may_run_inline` on gRPC's own thread.
   void Run(absl::StatusOr<const ServingBackend*> backend, bool may_run_inline);
   void Submit(ValidForward valid, bool may_run_inline);
+  // The answer to validate_only.
+  void Validated(ValidForward valid);
   void Complete(absl::StatusOr<ForwardResult> result);
   // The end: after it gRPC may delete this at any time, unless a reference is held.
   void Answer(absl::StatusOr<grpc::ByteBuffer> response);

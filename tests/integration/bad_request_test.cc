@@ -104,15 +104,6 @@ TEST(BadRequestTest, EveryRowIsReadWhenTheServerRoutes) {
   EXPECT_EQ(outcome.field, "hidden_states.data[0,0]");
 }
 
-TEST(BadRequestTest, StreamsAreRefusedInWords) {
-  const auto server = StartServer();
-  ASSERT_NE(server, nullptr);
-  const CallOutcome outcome = server->ForwardStream();
-  EXPECT_EQ(outcome.code, absl::StatusCode::kUnimplemented);
-  EXPECT_EQ(outcome.reason, "NOT_IMPLEMENTED");
-  EXPECT_THAT(outcome.message, testing::HasSubstr("Forward"));
-}
-
 TEST(BadRequestTest, ModelsByName) {
   const auto server = StartServer();
   ASSERT_NE(server, nullptr);

@@ -164,18 +164,6 @@ CallOutcome ServerUnderTest::Forward(const v1::ForwardRequest& request, absl::Du
   return outcome;
 }
 
-CallOutcome ServerUnderTest::ForwardStream() {
-  grpc::ClientContext context;
-  SetTimeout(&context, absl::Seconds(30));
-  auto stream = stubs_->service.ForwardStream(&context);
-  stream->Write(v1::ForwardStreamRequest());
-  stream->WritesDone();
-  v1::ForwardStreamResponse response;
-  while (stream->Read(&response)) {
-  }
-  return OutcomeOf(stream->Finish());
-}
-
 absl::StatusOr<v1::GetModelResponse> ServerUnderTest::GetModel(const std::string& model) {
   grpc::ClientContext context;
   SetTimeout(&context, absl::Seconds(30));

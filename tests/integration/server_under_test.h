@@ -67,7 +67,6 @@ class ServerUnderTest {
                       absl::Duration timeout = absl::Seconds(60));
   PendingForward StartForward(const v1::ForwardRequest& request,
                               absl::Duration timeout = absl::Seconds(60));
-  CallOutcome ForwardStream();  // one request, which nobody answers yet
   absl::StatusOr<v1::GetModelResponse> GetModel(const std::string& model);
   absl::StatusOr<v1::ListModelsResponse> ListModels();
   absl::StatusOr<v1::ExplainResponse> Explain(const v1::ExplainRequest& request);
