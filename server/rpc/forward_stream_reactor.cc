@@ -176,6 +176,8 @@ void ForwardStreamReactor::End(absl::Status status) {
   for (const ForwardStreamState::MessagePtr& message : ended.running) {
     Cancel(static_cast<Message*>(message.get()));
   }
+  // Before the stream may be told to have ended.
+  ended = {};
   Pump();
 }
 

@@ -184,5 +184,75 @@ TEST_F(ForwardWireTest, AnAnswerOfTheWrongSizeIsDataLoss) {
             "output: 24 bytes given; shape [2, 3] has 12");
 }
 
+TEST_F(ForwardWireTest, AStreamsMessageIsTheRequestInItsEnvelope) {
+  const absl::StatusOr<grpc::ByteBuffer> bytes = EncodeForwardStreamRequest(7, 250, input_);
+  ASSERT_TRUE(bytes.ok());
+  v1::ForwardStreamRequest message;
+  ASSERT_TRUE(message.ParseFromString(Flatten(*bytes)));
+  EXPECT_EQ(message.stream_seq(), 7u);
+  EXPECT_EQ(message.timeout_micros(), 250);
+  EXPECT_FALSE(message.cancel());
+  EXPECT_EQ(message.request().SerializeAsString(),
+            Parse(EncodeForwardRequest(input_)).SerializeAsString());
+  ASSERT_TRUE(message.ParseFromString(Flatten(EncodeForwardStreamCancel(7))));
+  EXPECT_EQ(message.stream_seq(), 7u);
+  EXPECT_TRUE(message.cancel());
+  EXPECT_FALSE(message.has_request());
+}
+
+TEST_F(ForwardWireTest, ReadsAStreamsAnswersHoweverTheyAreCut) {
+  v1::ForwardStreamResponse message;
+  message.set_stream_seq(300);
+  v1::ForwardResponse& response = *message.mutable_response();
+  response.set_request_id("r-1");
+  response.mutable_output()->set_dtype(v1::DATA_TYPE_FLOAT32);
+  response.mutable_output()->add_shape(2);
+  response.mutable_output()->add_shape(3);
+  response.mutable_output()->set_data(hidden_.data(), 24);
+  // The number stands first, or last.
+  v1::ForwardStreamResponse number;
+  number.set_stream_seq(300);
+  v1::ForwardStreamResponse rest = message;
+  rest.clear_stream_seq();
+  for (const std::string& text :
+       {message.SerializeAsString(), rest.SerializeAsString() + number.SerializeAsString()}) {
+    for (size_t slice_bytes = 1; slice_bytes <= text.size(); ++slice_bytes) {
+      SCOPED_TRACE(slice_bytes);
+      const auto answer = DecodeForwardStreamResponse(Cut(text, slice_bytes));
+      ASSERT_TRUE(answer.ok()) << answer.status();
+      EXPECT_EQ(answer->stream_seq, 300u);
+      ASSERT_TRUE(answer->result.ok()) << answer->result.status();
+      EXPECT_EQ(answer->result->response.request_id(), "r-1");
+      ASSERT_EQ(answer->result->output.size(), 24u);
+      EXPECT_EQ(memcmp(answer->result->output.data(), hidden_.data(), 24), 0);
+    }
+    for (size_t size = 0; size < text.size(); ++size) {
+      const auto answer = DecodeForwardStreamResponse(Cut(text.substr(0, size), 7));
+      EXPECT_TRUE(!answer.ok() || !answer->result.ok() || answer->stream_seq == 0) << size;
+    }
+  }
+}
+
+TEST_F(ForwardWireTest, ReadsAStreamsErrors) {
+  v1::ForwardStreamResponse message;
+  message.set_stream_seq(4);
+  message.mutable_error()->set_code(5);
+  message.mutable_error()->set_message("no such layer");
+  auto answer = DecodeForwardStreamResponse(Cut(message.SerializeAsString(), 3));
+  ASSERT_TRUE(answer.ok());
+  EXPECT_EQ(answer->stream_seq, 4u);
+  EXPECT_EQ(answer->result.status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(answer->result.status().message(), "no such layer");
+  // An answer that is none is told to the message, not taken for one.
+  message.mutable_error()->set_code(0);
+  answer = DecodeForwardStreamResponse(Cut(message.SerializeAsString(), 3));
+  ASSERT_TRUE(answer.ok());
+  EXPECT_EQ(answer->result.status().code(), absl::StatusCode::kDataLoss);
+  message.clear_result();
+  answer = DecodeForwardStreamResponse(Cut(message.SerializeAsString(), 3));
+  ASSERT_TRUE(answer.ok());
+  EXPECT_EQ(answer->result.status().code(), absl::StatusCode::kDataLoss);
+}
+
 }  // namespace
 }  // namespace expertmesh

@@ -39,11 +39,18 @@ ForwardLimits TinyLimits() {
 
 HeldController::~HeldController() { AnswerAtOnce(); }
 
-void HeldController::Complete(std::unique_ptr<ForwardCall> call) {
-  ForwardResult result;
-  result.stats.num_steps = 1;
-  auto owner = std::make_shared<Buffer>(std::move(call->hidden_states));
-  result.output.push_back({owner->data(), owner->size_bytes(), owner});
+// Keeps nothing of the call when it tells its end.
+void HeldController::Complete(std::unique_ptr<ForwardCall> call, absl::Status error) {
+  absl::StatusOr<ForwardResult> result = ForwardResult();
+  if (!error.ok()) {
+    result = std::move(error);
+  } else {
+    result->stats.num_steps = 1;
+    auto owner = std::make_shared<Buffer>(std::move(call->hidden_states));
+    const std::byte* const data = owner->data();
+    const int64_t size_bytes = owner->size_bytes();
+    result->output.push_back({data, size_bytes, std::move(owner)});
+  }
   auto done = std::move(call->done);
   call.reset();
   done(std::move(result));
@@ -76,7 +83,8 @@ void HeldController::Cancel(ForwardCallId id) {
     ++num_cancelled_;
   }
   changed_.notify_all();
-  call->done(CallError(ErrorReason::kCallCancelled, "the client cancelled the call"));
+  Complete(std::move(call),
+           CallError(ErrorReason::kCallCancelled, "the client cancelled the call"));
 }
 
 void HeldController::AnswerAtOnce() {
@@ -114,7 +122,7 @@ bool HeldController::Answer(const std::string& request_id) {
 bool HeldController::Fail(const std::string& request_id, absl::Status status) {
   std::unique_ptr<ForwardCall> call = Take(request_id);
   if (call == nullptr) return false;
-  call->done(std::move(status));
+  Complete(std::move(call), std::move(status));
   return true;
 }
 

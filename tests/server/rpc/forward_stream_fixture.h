@@ -52,7 +52,8 @@ class HeldController : public ForwardController {
 
  private:
   std::unique_ptr<ForwardCall> Take(const std::string& request_id);
-  static void Complete(std::unique_ptr<ForwardCall> call);
+  // With its answer unless `error` is one.
+  static void Complete(std::unique_ptr<ForwardCall> call, absl::Status error = absl::OkStatus());
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -99,6 +100,8 @@ class StreamServer {
   HeldController& controller() { return controller_; }
   HostBufferPool& pool() { return pool_; }
   GrpcServer& server() { return *server_; }
+  // Blocks until every stream has ended here too, whatever its client knows already.
+  void AwaitStreamsEnd() { server_->Shutdown(absl::Now() + absl::Seconds(30)); }
   std::string target() const;
   std::unique_ptr<v1::ExpertService::Stub> NewStub() const;
 
