@@ -57,9 +57,11 @@ class WholeStepTest : public ::testing::TestWithParam<std::tuple<int32_t, CpuIsa
     constexpr int64_t kHiddenSizes[] = {1, 33, 2880, 64, 7};
     RandomMoeShape shape;
     shape.hidden_size = kHiddenSizes[seed % 5];
-    shape.intermediate_size = shape.hidden_size > 1000 ? 24 : Uniform(random, 1, 50);
-    shape.num_experts = static_cast<int32_t>(
-        shape.hidden_size > 1000 ? Uniform(random, 1, 9) : OneOf(random, {1, 2, 5, 8, 33, 64}));
+    // The reference is slow: what makes a case large must not come together.
+    const bool wide = shape.hidden_size > 1000;
+    shape.intermediate_size = wide ? 9 : Uniform(random, 1, 50);
+    shape.num_experts =
+        static_cast<int32_t>(wide ? Uniform(random, 1, 9) : OneOf(random, {1, 2, 5, 8, 33, 64}));
     shape.topk = static_cast<int32_t>(Uniform(random, 1, 16));
     shape.weight_dtype = OneOf(random, {activation_dtype, AnyDType(random)});
     shape.activation = OneOf(random, {Activation::kSiluMul, Activation::kSiluMul,
@@ -72,7 +74,7 @@ class WholeStepTest : public ::testing::TestWithParam<std::tuple<int32_t, CpuIsa
     const std::unique_ptr<LocalExpertGroup> group = LoadGroup(moe, options);
     ASSERT_NE(group, nullptr);
 
-    const int64_t num_tokens = OneOf<int64_t>(random, {0, 1, 2, Uniform(random, 3, 40)});
+    const int64_t num_tokens = OneOf<int64_t>(random, {0, 1, 2, Uniform(random, 3, wide ? 6 : 30)});
     const RandomTokens tokens(moe, num_tokens, activation_dtype, seed);
     for (const CombineMode combine : {CombineMode::kSum, CombineMode::kPerExpert}) {
       for (const bool weight_on_input : {false, true}) {
@@ -96,7 +98,7 @@ class WholeStepTest : public ::testing::TestWithParam<std::tuple<int32_t, CpuIsa
 };
 
 TEST_P(WholeStepTest, IsNearTheReference) {
-  for (uint64_t seed = 1; seed <= 15 && !HasFailure(); ++seed) RunCase(seed);
+  for (uint64_t seed = 1; seed <= 10 && !HasFailure(); ++seed) RunCase(seed);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, WholeStepTest,
