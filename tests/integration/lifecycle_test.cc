@@ -43,6 +43,7 @@ v1::ForwardRequest SlowRequest(int64_t num_tokens, int32_t topk = 4) {
 std::unique_ptr<ServerUnderTest> StartSlow(std::vector<std::string> args, bool wait = true) {
   args.push_back("--model_name=slow");
   args.push_back("--local_ranks=2");
+  args.push_back("--threads=1");  // equally slow on large machines
   return ServerUnderTest::Start(
       {.checkpoint = Slow().path(), .args = args, .wait_until_serving = wait});
 }

@@ -10,6 +10,7 @@
 
 #include <chrono>
 #include <future>
+#include <mutex>
 #include <ostream>
 #include <utility>
 
@@ -77,14 +78,18 @@ std::ostream& operator<<(std::ostream& out, const CallOutcome& outcome) {
 }
 
 struct PendingForward::State {
-  grpc::ClientContext context;
+  std::mutex mutex;
+  std::unique_ptr<grpc::ClientContext> context = std::make_unique<grpc::ClientContext>();
   v1::ForwardRequest request;
   v1::ForwardResponse response;
   std::promise<CallOutcome> promise;
   std::shared_future<CallOutcome> outcome = promise.get_future().share();
 };
 
-void PendingForward::Cancel() { state_->context.TryCancel(); }
+void PendingForward::Cancel() {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  if (state_->context != nullptr) state_->context->TryCancel();
+}
 
 bool PendingForward::IsDone() const {
   return state_->outcome.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
@@ -144,11 +149,18 @@ PendingForward ServerUnderTest::StartForward(const v1::ForwardRequest& request,
                                              absl::Duration timeout) {
   auto state = std::make_shared<PendingForward::State>();
   state->request = request;
-  SetTimeout(&state->context, timeout);
-  stubs_->service.async()->Forward(&state->context, &state->request, &state->response,
+  SetTimeout(state->context.get(), timeout);
+  stubs_->service.async()->Forward(state->context.get(), &state->request, &state->response,
                                    [state](const grpc::Status& status) {
                                      CallOutcome outcome = OutcomeOf(status);
                                      outcome.response = std::move(state->response);
+                                     {
+                                       // It holds the channel. gRPC 1.51 aborts when a channel's
+                                       // last reference goes on one of its own threads, as it could
+                                       // after the answer is known.
+                                       const std::lock_guard<std::mutex> lock(state->mutex);
+                                       state->context.reset();
+                                     }
                                      state->promise.set_value(std::move(outcome));
                                    });
   return PendingForward(state);
