@@ -19,12 +19,13 @@ class ForwardController {
  public:
   virtual ~ForwardController() = default;
 
-  // Takes the call; its `done` gets the result or: RESOURCE_EXHAUSTED
-  // (QUEUE_FULL, with retry advice), UNAVAILABLE (DRAINING, NO_EPOCH,
-  // STEP_LOST), DEADLINE_EXCEEDED, CANCELLED, INVALID_ARGUMENT (router logits
-  // with NaN), INTERNAL. Never blocks on other calls' work: a small step may
-  // run on the calling thread if `may_run_inline` and nothing else runs;
-  // anything else is queued.
+  // Takes the call; its `done` gets the result or: RESOURCE_EXHAUSTED (QUEUE_FULL,
+  // BUFFERS_EXHAUSTED, with retry advice; MESSAGE_TOO_LARGE, naming the limit, when the call could
+  // never be admitted), UNAVAILABLE (DRAINING, NO_EPOCH, STEP_LOST), DEADLINE_EXCEEDED, CANCELLED,
+  // INVALID_ARGUMENT (router logits with NaN, a dispatch mode that the placement forbids),
+  // FAILED_PRECONDITION (NO_GATE_WEIGHTS), INTERNAL. Never blocks on other calls' work: a small
+  // step may run on the calling thread if `may_run_inline` and nothing else runs; anything else is
+  // queued.
   virtual ForwardCallId Submit(std::unique_ptr<ForwardCall> call, bool may_run_inline) = 0;
 
   // Completes the call with CANCELLED if it has not been completed yet; a step
