@@ -6,10 +6,8 @@
 // Loops over registers: fully unrolled, or the arrays would live in memory.
 #if defined(__clang__)
 #define EXPERTMESH_UNROLL _Pragma("unroll")
-#define EXPERTMESH_NO_UNROLL _Pragma("nounroll")
 #else
 #define EXPERTMESH_UNROLL _Pragma("GCC unroll 16")
-#define EXPERTMESH_NO_UNROLL _Pragma("GCC unroll 1")
 #endif
 
 // Plain data between the code that every CPU runs and the files compiled for one instruction set.

@@ -69,12 +69,25 @@ struct DotBFloat16 {
   }
 };
 
-// Rows [first_row, first_row + kRows) times the panels at `panels`, `finish(row, panel, low half,
-// high half)` for each. kPrefetch cache lines at `prefetch` are asked for in every step.
-template <class V, class Multiply, int kRows, int kPanels, int kPrefetch, class Finish>
-inline void MultiplyTile(const PanelProduct& product, int64_t first_row,
-                         const int64_t (&panel_indices)[kPanels], const char* prefetch,
-                         const Finish& finish) {
+inline constexpr int kCacheLineBytes = 64;
+
+template <class V, class Multiply>
+inline int64_t NumSteps(const PanelProduct& product) {
+  return (product.depth + Multiply::kDepthPerStep - 1) / Multiply::kDepthPerStep;
+}
+
+// Both halves of one panel's sums for one row.
+template <class V>
+struct Sums {
+  typename V::Vec low, high;
+};
+
+// Rows [first_row, first_row + kRows) times kPanels panels: sums[r * kPanels + p]. kPrefetch cache
+// lines at `prefetch` are asked for in every step.
+template <class V, class Multiply, int kRows, int kPanels, int kPrefetch>
+[[gnu::noinline]] void MultiplyTile(const PanelProduct& product, int64_t first_row,
+                                    const int64_t* panel_indices, const char* prefetch,
+                                    Sums<V>* sums) {
   const char* row[kRows];
   EXPERTMESH_UNROLL
   for (int r = 0; r < kRows; ++r) {
@@ -92,11 +105,11 @@ inline void MultiplyTile(const PanelProduct& product, int64_t first_row,
     for (int p = 0; p < kPanels; ++p) sum[r][p][0] = sum[r][p][1] = V::Set(0.0f);
   }
 
-  const int64_t num_steps = (product.depth + Multiply::kDepthPerStep - 1) / Multiply::kDepthPerStep;
+  const int64_t num_steps = NumSteps<V, Multiply>(product);
   for (int64_t step = 0; step < num_steps; ++step) {
     EXPERTMESH_UNROLL
     for (int line = 0; line < kPrefetch; ++line) {
-      __builtin_prefetch(prefetch + (step * kPrefetch + line) * 64, 0, 2);
+      __builtin_prefetch(prefetch + (step * kPrefetch + line) * kCacheLineBytes, 0, 2);
     }
     EXPERTMESH_UNROLL
     for (int sub = 0; sub < Multiply::kSubSteps; ++sub) {
@@ -118,115 +131,102 @@ inline void MultiplyTile(const PanelProduct& product, int64_t first_row,
       }
     }
   }
-  // Through memory, so that there is one copy of `finish` per tile shape and not one per
-  // accumulator.
-  typename V::Vec sums[kRows * kPanels][2];
   EXPERTMESH_UNROLL
   for (int r = 0; r < kRows; ++r) {
     EXPERTMESH_UNROLL
-    for (int p = 0; p < kPanels; ++p) {
-      sums[r * kPanels + p][0] = sum[r][p][0];
-      sums[r * kPanels + p][1] = sum[r][p][1];
-    }
-  }
-  EXPERTMESH_NO_UNROLL
-  for (int i = 0; i < kRows * kPanels; ++i) {
-    finish(first_row + i / kPanels, panel_indices[i % kPanels], sums[i][0], sums[i][1]);
+    for (int p = 0; p < kPanels; ++p) sums[r * kPanels + p] = {sum[r][p][0], sum[r][p][1]};
   }
 }
 
 // MultiplyTile for a number of rows known at run time, 1 to kMaxRows.
-template <class V, class Multiply, int kMaxRows, int kPanels, int kPrefetch, class Finish>
+template <class V, class Multiply, int kMaxRows, int kPanels, int kPrefetch>
 inline void MultiplyRows(const PanelProduct& product, int64_t first_row, int64_t num_rows,
-                         const int64_t (&panel_indices)[kPanels], const char* prefetch,
-                         const Finish& finish) {
+                         const int64_t* panel_indices, const char* prefetch, Sums<V>* sums) {
   if constexpr (kMaxRows > 1) {
     if (num_rows < kMaxRows) {
       MultiplyRows<V, Multiply, kMaxRows - 1, kPanels, kPrefetch>(product, first_row, num_rows,
-                                                                  panel_indices, prefetch, finish);
+                                                                  panel_indices, prefetch, sums);
       return;
     }
   }
   MultiplyTile<V, Multiply, kMaxRows, kPanels, kPrefetch>(product, first_row, panel_indices,
-                                                          prefetch, finish);
+                                                          prefetch, sums);
 }
 
-// All rows times one block of adjacent panels, in row tiles of equal height. From two row tiles up
-// the time is spent in arithmetic on weights that the first tile brought into the cache, so the
-// next block is fetched meanwhile.
-template <class V, class Multiply, int kPanels, bool kPrefetchNext, class Finish>
-inline void MultiplyBlock(const PanelProduct& product, const int64_t (&panel_indices)[kPanels],
+// All rows times these panels, in row tiles of equal height of at most kMaxRows; `finish(row,
+// panel, low, high)` for each row and panel. From two row tiles up the time is spent in arithmetic
+// on weights that the first tile brought into the cache, so with kPrefetchNext the panels that
+// follow in memory are fetched meanwhile.
+template <class V, class Multiply, int kMaxRows, int kPanels, bool kPrefetchNext, class Finish>
+inline void MultiplyBlock(const PanelProduct& product, const int64_t* panel_indices,
                           const Finish& finish) {
-  const int64_t num_tiles = (product.num_rows + V::kTileRows - 1) / V::kTileRows;
-  const int64_t num_steps = (product.depth + Multiply::kDepthPerStep - 1) / Multiply::kDepthPerStep;
+  constexpr int kLinesPerStep = 2;
+  const int64_t num_tiles = (product.num_rows + kMaxRows - 1) / kMaxRows;
   const char* next = static_cast<const char*>(product.weights) +
                      (panel_indices[kPanels - 1] + 1) * product.panel_bytes;
   const char* const next_end = next + kPanels * product.panel_bytes;
+  Sums<V> sums[kMaxRows * kPanels];
   int64_t first_row = 0;
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t end_row = product.num_rows * (tile + 1) / num_tiles;
     const int64_t num_rows = end_row - first_row;
-    const auto multiply = [&]<int kLines>() {
-      MultiplyRows<V, Multiply, V::kTileRows, kPanels, kLines>(product, first_row, num_rows,
-                                                               panel_indices, next, finish);
-      next += kLines * 64 * num_steps;
-    };
+    bool multiplied = false;
     if constexpr (kPrefetchNext) {
-      if (num_tiles >= 4 && next < next_end) {
-        multiply.template operator()<1>();
-      } else if (num_tiles >= 2 && next < next_end) {
-        multiply.template operator()<2>();
-      } else {
-        multiply.template operator()<0>();
+      if (num_tiles > 1 && next < next_end) {
+        MultiplyRows<V, Multiply, kMaxRows, kPanels, kLinesPerStep>(product, first_row, num_rows,
+                                                                    panel_indices, next, sums);
+        next += kLinesPerStep * kCacheLineBytes * NumSteps<V, Multiply>(product);
+        multiplied = true;
       }
-    } else {
-      multiply.template operator()<0>();
+    }
+    if (!multiplied) {
+      MultiplyRows<V, Multiply, kMaxRows, kPanels, 0>(product, first_row, num_rows, panel_indices,
+                                                      nullptr, sums);
+    }
+    for (int64_t r = 0; r < num_rows; ++r) {
+      for (int p = 0; p < kPanels; ++p) {
+        const Sums<V>& sum = sums[r * kPanels + p];
+        finish(first_row + r, panel_indices[p], sum.low, sum.high);
+      }
     }
     first_row = end_row;
   }
 }
 
-// Few rows: the time is spent in reading weights, and memory serves several distant streams faster
-// than one.
+// One panel after the other, for what the wider blocks leave over.
 template <class V, class Multiply, class Finish>
-inline void StreamPanels(const PanelProduct& product, const Finish& finish) {
-  constexpr int kStreams = V::kStreamPanels;
-  const int64_t num_panels = product.last_panel - product.first_panel;
-  const int64_t distance = num_panels / kStreams;
-  for (int64_t i = 0; i < distance; ++i) {
-    int64_t panel_indices[kStreams];
-    for (int s = 0; s < kStreams; ++s) panel_indices[s] = product.first_panel + i + s * distance;
-    MultiplyRows<V, Multiply, V::kStreamRows, kStreams, 0>(product, 0, product.num_rows,
-                                                           panel_indices, nullptr, finish);
-  }
-  for (int64_t p = product.first_panel + distance * kStreams; p < product.last_panel; ++p) {
-    const int64_t panel_indices[1] = {p};
-    MultiplyRows<V, Multiply, V::kStreamRows, 1, 0>(product, 0, product.num_rows, panel_indices,
-                                                    nullptr, finish);
+inline void MultiplySinglePanels(const PanelProduct& product, int64_t first_panel,
+                                 const Finish& finish) {
+  for (int64_t p = first_panel; p < product.last_panel; ++p) {
+    MultiplyBlock<V, Multiply, V::kStreamRows, 1, /*kPrefetchNext=*/false>(product, &p, finish);
   }
 }
 
 template <class V, class Multiply, class Finish>
 inline void MultiplyPanels(const PanelProduct& product, const Finish& finish) {
+  int64_t panel_indices[V::kStreamPanels > V::kTilePanels ? V::kStreamPanels : V::kTilePanels];
   if (product.num_rows <= V::kStreamRows) {
-    if (product.num_rows > 0) StreamPanels<V, Multiply>(product, finish);
+    // Few rows: the time is spent in reading weights, and memory serves several distant streams
+    // faster than one.
+    constexpr int kStreams = V::kStreamPanels;
+    const int64_t distance = (product.last_panel - product.first_panel) / kStreams;
+    for (int64_t i = 0; i < distance; ++i) {
+      for (int s = 0; s < kStreams; ++s) panel_indices[s] = product.first_panel + i + s * distance;
+      MultiplyBlock<V, Multiply, V::kStreamRows, kStreams, /*kPrefetchNext=*/false>(
+          product, panel_indices, finish);
+    }
+    MultiplySinglePanels<V, Multiply>(product, product.first_panel + distance * kStreams, finish);
     return;
   }
-  int64_t p = product.first_panel;
-  for (; p + V::kTilePanels <= product.last_panel; p += V::kTilePanels) {
-    int64_t panel_indices[V::kTilePanels];
-    for (int i = 0; i < V::kTilePanels; ++i) panel_indices[i] = p + i;
+  int64_t first_panel = product.first_panel;
+  for (; first_panel + V::kTilePanels <= product.last_panel; first_panel += V::kTilePanels) {
+    for (int p = 0; p < V::kTilePanels; ++p) panel_indices[p] = first_panel + p;
     // The prefetch may run past the last panel, into the next matrix or expert, which is as likely
     // to be next.
-    MultiplyBlock<V, Multiply, V::kTilePanels, /*kPrefetchNext=*/true>(product, panel_indices,
-                                                                       finish);
+    MultiplyBlock<V, Multiply, V::kTileRows, V::kTilePanels, /*kPrefetchNext=*/true>(
+        product, panel_indices, finish);
   }
-  if constexpr (V::kTilePanels > 1) {
-    for (; p < product.last_panel; ++p) {
-      const int64_t panel_indices[1] = {p};
-      MultiplyBlock<V, Multiply, 1, /*kPrefetchNext=*/false>(product, panel_indices, finish);
-    }
-  }
+  MultiplySinglePanels<V, Multiply>(product, first_panel, finish);
 }
 
 template <class V, class Multiply>

@@ -74,8 +74,8 @@ TEST_P(CpuExpertKernelsTest, OddSizesSkewedAndEmptyExperts) {
 // The sizes of a real model (GPT-OSS: hidden 2880), a row of each tile height and more than one row
 // tile.
 TEST_P(CpuExpertKernelsTest, LargeSizes) {
-  const RandomLayer layer(Shape(4, 2880, 72, weight_dtype_), /*with_biases=*/false, 77);
-  Check(layer, {2, 4, 13, 6}, 77);
+  const RandomLayer layer(Shape(3, 2880, 24, weight_dtype_), /*with_biases=*/false, 77);
+  Check(layer, {2, 4, 9}, 77);
 }
 
 TEST_P(CpuExpertKernelsTest, ActivationsWithBiases) {
@@ -126,11 +126,13 @@ TEST_P(CpuExpertKernelsInvarianceTest, ARowsBytesDependOnNothingElse) {
   const OutputByExpert alone =
       RunFfn(*kernels, alone_rows, activation_dtype_, ActivationFormat::kContiguous);
 
-  for (const int num_threads : {1, 2, 3}) {
+  // Three threads split columns: the schedule depends on their number even where the work is too
+  // small to share.
+  for (const int num_threads : {1, 3}) {
     ParallelFor parallel_for(Threads(num_threads));
     const std::unique_ptr<ExpertKernels> same_kernels = layer.Load(isa_, &parallel_for);
-    for (const int32_t num_rows : {1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 25, 40}) {
-      for (const int32_t position : {0, num_rows / 2, num_rows - 1}) {
+    for (const int32_t num_rows : {1, 2, 3, 4, 5, 6, 7, 12, 13, 40}) {
+      for (const int32_t position : {0, num_rows - 1}) {
         SCOPED_TRACE(std::to_string(num_threads) + " threads, row " + std::to_string(position) +
                      " of " + std::to_string(num_rows));
         RowsByExpert rows = RandomRows(layer.shape, {num_rows % 5, num_rows, num_rows % 3},
@@ -144,25 +146,6 @@ TEST_P(CpuExpertKernelsInvarianceTest, ARowsBytesDependOnNothingElse) {
                               static_cast<size_t>(hidden_size) * sizeof(float)),
                   0);
       }
-    }
-  }
-}
-
-// Large enough for ParallelFor to share the work, both by whole experts and by columns.
-TEST_P(CpuExpertKernelsInvarianceTest, ThreadCountsAndSchedules) {
-  const RandomLayer layer(Shape(12, 512, 288, weight_dtype_), /*with_biases=*/false, 31);
-  for (const std::vector<int32_t>& rows_per_expert :
-       {std::vector<int32_t>{9, 8, 7, 9, 8, 7, 9, 8, 7, 9, 8, 7},
-        std::vector<int32_t>{0, 0, 0, 120, 0, 1, 0, 0, 0, 0, 0, 2}}) {
-    const RowsByExpert rows = RandomRows(layer.shape, rows_per_expert, activation_dtype_, 32);
-    OutputByExpert expected;
-    for (const int num_threads : {1, 2, 3}) {
-      ParallelFor parallel_for(Threads(num_threads));
-      const std::unique_ptr<ExpertKernels> kernels = layer.Load(isa_, &parallel_for);
-      const OutputByExpert output =
-          RunFfn(*kernels, rows, activation_dtype_, ActivationFormat::kContiguous);
-      if (expected.empty()) expected = output;
-      EXPECT_EQ(output, expected) << num_threads << " threads";
     }
   }
 }
@@ -196,6 +179,37 @@ INSTANTIATE_TEST_SUITE_P(All, CpuExpertKernelsInvarianceTest,
                          testing::Combine(testing::ValuesIn(SupportedCpuIsas()),
                                           testing::ValuesIn(kDTypes), testing::ValuesIn(kDTypes)),
                          ParamName);
+
+class CpuExpertKernelsThreadsTest : public testing::TestWithParam<CpuIsa> {};
+
+// Enough work for ParallelFor to share, by whole experts and by columns; what is enough depends on
+// the instruction set.
+TEST_P(CpuExpertKernelsThreadsTest, ThreadCountsAndSchedules) {
+  int32_t many = 16;
+  if (GetParam() == CpuIsa::kAvx2) many = 100;
+  if (GetParam() == CpuIsa::kAvx512Bf16) many = 340;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const RandomLayer layer(Shape(12, 384, 208, dtype), /*with_biases=*/false, 31);
+    for (const std::vector<int32_t>& rows_per_expert :
+         {std::vector<int32_t>{9, 8, 7, 9, 8, 7, 9, 8, 7, 9, 8, 7},
+          std::vector<int32_t>{0, 0, 0, many, 0, 1, 0, 0, 0, 0, 0, 2}}) {
+      const RowsByExpert rows = RandomRows(layer.shape, rows_per_expert, dtype, 32);
+      OutputByExpert expected;
+      for (const int num_threads : {1, 2, 3}) {
+        ParallelFor parallel_for(Threads(num_threads));
+        const std::unique_ptr<ExpertKernels> kernels = layer.Load(GetParam(), &parallel_for);
+        const OutputByExpert output = RunFfn(*kernels, rows, dtype, ActivationFormat::kContiguous);
+        if (expected.empty()) expected = output;
+        EXPECT_EQ(output, expected) << num_threads << " threads";
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CpuExpertKernelsThreadsTest, testing::ValuesIn(SupportedCpuIsas()),
+                         [](const testing::TestParamInfo<CpuIsa>& instance) {
+                           return std::string(CpuIsaName(instance.param));
+                         });
 
 }  // namespace
 }  // namespace expertmesh

@@ -13,7 +13,7 @@
 
 namespace expertmesh {
 
-// `count` values, normal with this deviation, already rounded to `dtype`.
+// `count` values around 0 with this standard deviation, already rounded to `dtype`.
 std::vector<double> RandomValues(std::mt19937_64& random, int64_t count, double deviation,
                                  DType dtype);
 std::vector<std::byte> ToBytes(const std::vector<double>& values, DType dtype);
