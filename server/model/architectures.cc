@@ -248,7 +248,6 @@ std::vector<Architecture> MakeTable() {
       olmoe,
       DeepSeekV2(),
       DeepSeekV3Like("DeepseekV3ForCausalLM", "deepseek_v3", "DeepSeek-V3, R1, Kimi-K2", true),
-      DeepSeekV3Like("KimiK2ForCausalLM", "kimi_k2", "Kimi-K2", true),
       DeepSeekV3Like("Glm4MoeForCausalLM", "glm4_moe", "GLM-4.5", true),
       DeepSeekV3Like("Dots1ForCausalLM", "dots1", "dots.llm1", false),
       Llama4("Llama4ForConditionalGeneration", "llama4", "text_config",

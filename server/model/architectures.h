@@ -78,7 +78,7 @@ struct Architecture {
   };
 
   std::string name;            // config.json "architectures"[0]
-  std::string model_type;      // used when config.json has no "architectures"; not unique
+  std::string model_type;      // used when config.json has no "architectures"
   std::string title;           // for people
   std::string config_section;  // the object of config.json that describes the text model, or empty
   std::string layer_prefix = "model.layers.{layer}.";
