@@ -70,7 +70,8 @@ def folder_of(path):
 
 
 def is_main(path):
-    return folder_of(path) == "server" and path.endswith("_main.cc")
+    """The mains, and what they are put together from."""
+    return folder_of(path) == "server"
 
 
 def is_test(path):
