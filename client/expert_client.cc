@@ -98,7 +98,11 @@ struct ExpertClient::Connection {
 ExpertClient::ExpertClient(std::shared_ptr<Connection> connection)
     : connection_(std::move(connection)) {}
 
-ExpertClient::~ExpertClient() { connection_->WaitUntilIdle(); }
+ExpertClient::~ExpertClient() {
+  connection_->WaitUntilIdle();
+  // Here, not on the gRPC thread that may still hold the connection (see RetryingCall).
+  connection_->stub.reset();
+}
 
 absl::StatusOr<std::unique_ptr<ExpertClient>> ExpertClient::Create(
     const ExpertClientOptions& options) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <deque>
 #include <map>
+#include <memory>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -27,9 +28,9 @@ class ForwardStream::Reactor final
     self_ = shared_from_this();
     stub_ = std::move(stub);
     if (options_.timeout != absl::InfiniteDuration()) {
-      context_.set_deadline(absl::ToChronoTime(absl::Now() + options_.timeout));
+      context_->set_deadline(absl::ToChronoTime(absl::Now() + options_.timeout));
     }
-    stub_->PrepareBidiStreamingCall(&context_, "/expertmesh.v1.ExpertService/ForwardStream",
+    stub_->PrepareBidiStreamingCall(context_.get(), "/expertmesh.v1.ExpertService/ForwardStream",
                                     grpc::StubOptions(), this);
     AddHold();  // for what is started outside of reactions
     StartRead(&read_);
@@ -94,7 +95,10 @@ class ForwardStream::Reactor final
     Pump();
   }
 
-  void Abort() { context_.TryCancel(); }
+  void Abort() {
+    absl::MutexLock lock(&context_mutex_);
+    if (context_ != nullptr) context_->TryCancel();
+  }
 
   absl::Status AwaitEnd() {
     absl::MutexLock lock(&mutex_);
@@ -117,7 +121,7 @@ class ForwardStream::Reactor final
         absl::MutexLock lock(&mutex_);
         if (status_.ok()) status_ = answer.status();
       }
-      context_.TryCancel();
+      Abort();
     } else {
       Done done;
       {
@@ -160,6 +164,13 @@ class ForwardStream::Reactor final
       inflight_bytes_ = 0;
     }
     for (auto& [seq, message] : unanswered) message.done(why);
+    {
+      // Before anybody learns of the end: they may drop the channel next, and gRPC 1.51 aborts when
+      // a channel's last reference goes on one of its own threads.
+      absl::MutexLock lock(&context_mutex_);
+      context_.reset();
+      stub_.reset();
+    }
     absl::MutexLock lock(&mutex_);
     to_write_.clear();
     done_ = true;
@@ -222,7 +233,8 @@ class ForwardStream::Reactor final
   const ForwardStreamOptions options_;
   std::shared_ptr<grpc::GenericStub> stub_;
   std::shared_ptr<Reactor> self_;
-  grpc::ClientContext context_;
+  absl::Mutex context_mutex_;
+  std::unique_ptr<grpc::ClientContext> context_ = std::make_unique<grpc::ClientContext>();
   grpc::ByteBuffer read_;
 
   absl::Mutex mutex_;

@@ -41,13 +41,21 @@ struct Operation : std::enable_shared_from_this<Operation> {
                     [self = shared_from_this()](grpc::Status status) { self->Finished(status); });
   }
 
+  // Lets go of the channel first: whoever waits for the answer may drop it next, and gRPC 1.51
+  // aborts when a channel's last reference goes on one of its own threads.
+  void Answer(absl::StatusOr<grpc::ByteBuffer> answer) {
+    running.reset();
+    stub.reset();
+    done(std::move(answer));
+  }
+
   void Finished(const grpc::Status& grpc_status) {
-    if (grpc_status.ok()) return done(std::move(running->response));
+    if (grpc_status.ok()) return Answer(std::move(running->response));
     const absl::Status status = StatusOfServer(grpc_status);
     ++attempt;
     const std::optional<absl::Duration> backoff =
         BackoffBeforeRetry(policy, status, attempt, absl::Now(), deadline, RandomUnit());
-    if (!backoff.has_value()) return done(status);
+    if (!backoff.has_value()) return Answer(status);
     alarm.Set(absl::ToChronoTime(absl::Now() + *backoff),
               [self = shared_from_this()](bool) { self->StartAttempt(); });
   }
