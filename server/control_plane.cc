@@ -148,7 +148,8 @@ struct ControlPlane::Impl {
       : options(std::move(o)),
         metrics(&registry),
         control_metrics(&metrics),
-        state(options.controller.limits.max_bytes_in_flight) {}
+        state(options.controller.limits.max_bytes_in_flight),
+        streams(options.streams) {}
   ~Impl() {
     registry.SetRefresh(nullptr);
     state.StartDraining();
@@ -171,6 +172,7 @@ struct ControlPlane::Impl {
   std::unique_ptr<ForwardValidator> validator;
   std::unique_ptr<StepController> controller;
   ServingState state;
+  ForwardStreamSet streams;
   std::unique_ptr<grpc::Service> service;
   std::string address;
   // Between Start and a Stop that comes while it is loading.
@@ -210,8 +212,7 @@ absl::Status ControlPlane::Impl::Listen() {
   service_options.max_message_bytes = options.server.max_message_bytes;
   service_options.max_deadline = options.controller.max_deadline;
   service_options.max_step_tokens = options.controller.max_step_tokens;
-  service_options.max_stream_inflight_bytes = options.max_stream_inflight_bytes;
-  service_options.max_all_streams_inflight_bytes = options.max_all_streams_inflight_bytes;
+  service_options.streams = &streams;
   for (const Model& model : models) {
     v1::GetModelResponse description = DescribeModel(model.spec, validator->limits());
     description.set_ep_size(group->ep_size());
@@ -302,6 +303,7 @@ void ControlPlane::WaitForStopAndDrain() {
   impl_->metrics.ready.Set(0);
   const absl::Status drained = impl_->controller->Drain(absl::Now() + impl_->options.drain_timeout);
   if (!drained.ok()) LogWarning("calls were cut off", {{"error", drained.message()}});
+  impl_->streams.EndAll();
   impl_->server->Shutdown(absl::Now() + kTimeToSendAnswers);
   LogInfo("stopped");
 }

@@ -11,6 +11,7 @@
 #include "absl/time/time.h"
 #include "server/cluster/local_expert_group.h"
 #include "server/control/step_controller.h"
+#include "server/rpc/forward_stream_set.h"
 #include "server/rpc/grpc_server.h"
 
 namespace expertmesh {
@@ -22,8 +23,7 @@ struct ControlPlaneOptions {
   std::string port_file;       // gets the gRPC port's number; empty: none
   absl::Duration drain_timeout = absl::Seconds(30);
   bool allow_dispatch_option = false;
-  int64_t max_stream_inflight_bytes = int64_t{64} << 20;
-  int64_t max_all_streams_inflight_bytes = int64_t{1} << 30;
+  ForwardStreamLimits streams;
   bool progress_on_terminal = false;
   LocalExpertGroupOptions group;
   StepControllerOptions controller;

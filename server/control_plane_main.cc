@@ -158,9 +158,8 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
   options.server.listen = absl::GetFlag(FLAGS_listen);
   options.server.max_message_bytes = absl::GetFlag(FLAGS_max_message_bytes).bytes;
   options.server.max_transport_bytes = absl::GetFlag(FLAGS_max_transport_bytes).bytes;
-  options.max_stream_inflight_bytes = absl::GetFlag(FLAGS_max_stream_inflight_bytes).bytes;
-  options.max_all_streams_inflight_bytes =
-      absl::GetFlag(FLAGS_max_all_streams_inflight_bytes).bytes;
+  options.streams.max_stream_bytes = absl::GetFlag(FLAGS_max_stream_inflight_bytes).bytes;
+  options.streams.max_all_bytes = absl::GetFlag(FLAGS_max_all_streams_inflight_bytes).bytes;
   options.architecture = absl::GetFlag(FLAGS_architecture);
   options.metrics_listen = absl::GetFlag(FLAGS_metrics_listen);
   options.port_file = absl::GetFlag(FLAGS_port_file);

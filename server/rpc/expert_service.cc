@@ -25,17 +25,13 @@ using RawForward = V1::WithRawCallbackMethod_Forward<
 
 class ExpertServiceImpl final : public RawForward {
  public:
-  explicit ExpertServiceImpl(ExpertServiceOptions options)
-      : options_(std::move(options)), stream_total_(options_.max_all_streams_inflight_bytes) {
+  explicit ExpertServiceImpl(ExpertServiceOptions options) : options_(std::move(options)) {
     forward_.state = options_.state;
     forward_.metrics = options_.metrics;
     forward_.decode_limits.max_message_bytes = options_.max_message_bytes;
     forward_.max_deadline = options_.max_deadline;
     forward_.next_request_number = &next_request_number_;
     forward_.explain_queue = &explain_queue_;
-    streams_.forward = &forward_;
-    streams_.total = &stream_total_;
-    streams_.max_stream_inflight_bytes = options_.max_stream_inflight_bytes;
     for (v1::GetModelResponse& model : options_.models) {
       v1::Limits* limits = model.mutable_limits();
       limits->set_max_request_bytes(options_.max_message_bytes);
@@ -65,7 +61,7 @@ class ExpertServiceImpl final : public RawForward {
 
   grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ForwardStream(
       grpc::CallbackServerContext* context) override {
-    return ForwardStreamReactor::Start(streams_, context);
+    return ForwardStreamReactor::Start(forward_, options_.streams, context);
   }
 
   grpc::ServerUnaryReactor* GetModel(grpc::CallbackServerContext* context,
@@ -126,8 +122,6 @@ class ExpertServiceImpl final : public RawForward {
   ExpertServiceOptions options_;
   std::atomic<uint64_t> next_request_number_{1};
   ForwardEnvironment forward_;
-  ForwardStreamTotal stream_total_;
-  ForwardStreamEnvironment streams_;
   ExplainQueue explain_queue_;
 };
 

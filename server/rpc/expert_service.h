@@ -8,6 +8,7 @@
 #include "absl/time/time.h"
 #include "expertmesh/v1/expert_service.pb.h"
 #include "server/ops/server_metrics.h"
+#include "server/rpc/forward_stream_set.h"
 #include "server/rpc/serving_state.h"
 
 namespace grpc {
@@ -27,9 +28,7 @@ struct ExpertServiceOptions {
   // max_deadline_micros are added here.
   std::vector<v1::GetModelResponse> models;
   int64_t max_step_tokens = 0;
-  // Bytes in flight on one ForwardStream, and on all of them; see forward_stream_state.h.
-  int64_t max_stream_inflight_bytes = int64_t{64} << 20;
-  int64_t max_all_streams_inflight_bytes = int64_t{1} << 30;
+  ForwardStreamSet* streams = nullptr;
 };
 
 // The public service. Forward, ForwardStream and Explain take their messages as bytes

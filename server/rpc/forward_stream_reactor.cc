@@ -53,20 +53,32 @@ struct ForwardStreamReactor::Message final : ForwardStreamMessage {
   std::optional<ForwardCallId> call_id;
 };
 
-ForwardStreamReactor::ForwardStreamReactor(const ForwardStreamEnvironment& environment,
+ForwardStreamReactor::ForwardStreamReactor(const ForwardEnvironment& environment,
+                                           ForwardStreamSet* streams,
                                            grpc::CallbackServerContext* context)
     : environment_(environment),
-      forward_(*environment.forward),
+      streams_(streams),
       stream_deadline_(absl::FromChrono(context->deadline())),
-      state_(environment.max_stream_inflight_bytes, environment.total) {}
+      state_(streams->limits().max_stream_bytes, streams->total()) {}
 
-ForwardStreamReactor* ForwardStreamReactor::Start(const ForwardStreamEnvironment& environment,
+ForwardStreamReactor* ForwardStreamReactor::Start(const ForwardEnvironment& environment,
+                                                  ForwardStreamSet* streams,
                                                   grpc::CallbackServerContext* context) {
-  auto reactor =
-      std::shared_ptr<ForwardStreamReactor>(new ForwardStreamReactor(environment, context));
+  auto reactor = std::shared_ptr<ForwardStreamReactor>(
+      new ForwardStreamReactor(environment, streams, context));
   reactor->self_ = reactor;
+  streams->Add(reactor);
   reactor->Pump();
   return reactor.get();
+}
+
+void ForwardStreamReactor::EndWhenAnswered() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    state_.EndWhenAnswered(
+        CallError(ErrorReason::kDraining, "this server is stopping; another one may answer"));
+  }
+  Pump();
 }
 
 void ForwardStreamReactor::Pump() {
@@ -112,7 +124,7 @@ void ForwardStreamReactor::OnReadDone(bool ok) {
   message->arrival = absl::Now();
   message->bytes.Swap(&read_);
   const auto size_bytes = static_cast<int64_t>(message->bytes.Length());
-  forward_.metrics->request_bytes.Increment(size_bytes);
+  environment_.metrics->request_bytes.Increment(size_bytes);
   const absl::StatusOr<ForwardStreamEnvelope> envelope = ReadForwardStreamEnvelope(&message->bytes);
   absl::Status error = envelope.status();
   bool admitted = false;
@@ -135,9 +147,9 @@ void ForwardStreamReactor::OnReadDone(bool ok) {
     }
   }
   if (admitted)
-    forward_.metrics->calls_in_flight[static_cast<int>(CallMethod::kForwardStream)].Add(1);
+    environment_.metrics->calls_in_flight[static_cast<int>(CallMethod::kForwardStream)].Add(1);
   if (!error.ok()) {
-    forward_.metrics->CountCall(CallMethod::kForwardStream, error.code(), 0);
+    environment_.metrics->CountCall(CallMethod::kForwardStream, error.code(), 0);
     return End(std::move(error));
   }
   // The next message is read while this one is worked on.
@@ -163,6 +175,7 @@ void ForwardStreamReactor::OnCancel() {
 }
 
 void ForwardStreamReactor::OnDone() {
+  streams_->Remove(this);
   // Whoever is about to leave Pump has a reference of its own.
   const std::shared_ptr<ForwardStreamReactor> self = std::move(self_);
 }
@@ -194,12 +207,12 @@ void ForwardStreamReactor::Cancel(Message* message) {
   if (call_id.has_value()) {
     message->backend->controller->Cancel(*call_id);
   } else if (wait_id != 0) {
-    forward_.state->CancelWait(wait_id);
+    environment_.state->CancelWait(wait_id);
   }
 }
 
 void ForwardStreamReactor::Process(const MessagePtr& message, int64_t timeout_micros, bool alone) {
-  message->deadline = std::min(stream_deadline_, message->arrival + forward_.max_deadline);
+  message->deadline = std::min(stream_deadline_, message->arrival + environment_.max_deadline);
   if (timeout_micros < 0) {
     return Answer(message, InvalidFieldError("timeout_micros", timeout_micros, "0 or more"));
   }
@@ -210,7 +223,7 @@ void ForwardStreamReactor::Process(const MessagePtr& message, int64_t timeout_mi
   const auto size_bytes = static_cast<int64_t>(message->bytes.Length());
   // A step may run on this thread, which is gRPC's own; later the waiter comes from another one.
   // Only for a message alone: what comes behind it would be a step each instead of one.
-  const ServingState::WaitId wait_id = forward_.state->Wait(
+  const ServingState::WaitId wait_id = environment_.state->Wait(
       message->deadline, size_bytes,
       [self = shared_from_this(), message, alone,
        here = std::this_thread::get_id()](absl::StatusOr<const ServingBackend*> backend) {
@@ -223,7 +236,7 @@ void ForwardStreamReactor::Process(const MessagePtr& message, int64_t timeout_mi
     message->wait_id = wait_id;
     cancelled = message->cancelled;
   }
-  if (cancelled) forward_.state->CancelWait(wait_id);
+  if (cancelled) environment_.state->CancelWait(wait_id);
 }
 
 void ForwardStreamReactor::Run(const MessagePtr& message,
@@ -233,7 +246,7 @@ void ForwardStreamReactor::Run(const MessagePtr& message,
   message->backend = *backend;
   Allocator* const allocator = message->backend->group->request_allocator();
   absl::StatusOr<DecodedForwardStreamRequest> decoded = DecodeForwardStreamRequest(
-      &message->bytes, forward_.decode_limits,
+      &message->bytes, environment_.decode_limits,
       [allocator](int64_t size_bytes) { return AllocatePayload(allocator, size_bytes); });
   // The payload has been gathered: its slices are needed no more.
   message->bytes.Clear();
@@ -245,13 +258,13 @@ void ForwardStreamReactor::Run(const MessagePtr& message,
   if (request.request_id.empty()) {
     request.request_id =
         absl::StrFormat("%016x-%d", message->backend->group->incarnation(),
-                        forward_.next_request_number->fetch_add(1, std::memory_order_relaxed));
+                        environment_.next_request_number->fetch_add(1, std::memory_order_relaxed));
   }
   message->request_id = request.request_id;
   absl::StatusOr<ValidForward> valid = message->backend->validator->Validate(std::move(request));
   if (!valid.ok()) return Answer(message, valid.status());
   message->info = AnswerInfoOf(*valid);
-  forward_.metrics->request_tokens.Increment(message->info.num_tokens);
+  environment_.metrics->request_tokens.Increment(message->info.num_tokens);
   if (valid->validate_only) {
     return Answer(message, EncodeValidated(message->info, *message->backend, message->stream_seq));
   }
@@ -305,7 +318,7 @@ void ForwardStreamReactor::Answer(const MessagePtr& message,
   if (copy) CopyToOwnMemory(&*response);
   message->bytes.Swap(&*response);
   // Before the answer may be out: then gRPC may take the stream for ended, and its server with it.
-  forward_.metrics->response_bytes.Increment(size_bytes);
+  environment_.metrics->response_bytes.Increment(size_bytes);
   CountAnswer(*message, static_cast<absl::StatusCode>(error.code()), error.message());
   bool wanted;
   {
@@ -318,7 +331,7 @@ void ForwardStreamReactor::Answer(const MessagePtr& message,
 
 void ForwardStreamReactor::CountAnswer(const Message& message, absl::StatusCode code,
                                        absl::string_view error) const {
-  const ServerMetrics& metrics = *forward_.metrics;
+  const ServerMetrics& metrics = *environment_.metrics;
   const absl::Duration elapsed = absl::Now() - message.arrival;
   metrics.CountCall(CallMethod::kForwardStream, code, absl::ToDoubleSeconds(elapsed));
   metrics.calls_in_flight[static_cast<int>(CallMethod::kForwardStream)].Add(-1);

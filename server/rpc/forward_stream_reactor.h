@@ -1,7 +1,6 @@
 #ifndef EXPERTMESH_SERVER_RPC_FORWARD_STREAM_REACTOR_H_
 #define EXPERTMESH_SERVER_RPC_FORWARD_STREAM_REACTOR_H_
 
-#include <cstdint>
 #include <memory>
 #include <mutex>
 
@@ -12,16 +11,10 @@
 #include "grpcpp/support/byte_buffer.h"
 #include "grpcpp/support/server_callback.h"
 #include "server/rpc/forward_reactor.h"
+#include "server/rpc/forward_stream_set.h"
 #include "server/rpc/forward_stream_state.h"
 
 namespace expertmesh {
-
-// What all streams share; outlives them.
-struct ForwardStreamEnvironment {
-  const ForwardEnvironment* forward = nullptr;
-  ForwardStreamTotal* total = nullptr;
-  int64_t max_stream_inflight_bytes = 0;
-};
 
 // One ForwardStream: each message is a Forward call of its own, whatever becomes of the others.
 // Lives until gRPC has called OnDone and nothing runs in it any more; gRPC is told that the stream
@@ -33,8 +26,12 @@ class ForwardStreamReactor final
       public std::enable_shared_from_this<ForwardStreamReactor> {
  public:
   // gRPC's own, until OnDone.
-  static ForwardStreamReactor* Start(const ForwardStreamEnvironment& environment,
+  static ForwardStreamReactor* Start(const ForwardEnvironment& environment,
+                                     ForwardStreamSet* streams,
                                      grpc::CallbackServerContext* context);
+
+  // See ForwardStreamSet::EndAll; from any thread.
+  void EndWhenAnswered();
 
   void OnReadDone(bool ok) override;
   void OnWriteDone(bool ok) override;
@@ -45,7 +42,7 @@ class ForwardStreamReactor final
   struct Message;
   using MessagePtr = std::shared_ptr<Message>;
 
-  ForwardStreamReactor(const ForwardStreamEnvironment& environment,
+  ForwardStreamReactor(const ForwardEnvironment& environment, ForwardStreamSet* streams,
                        grpc::CallbackServerContext* context);
 
   // Starts what can be started. One thread does so at a time, without the mutex; the others leave
@@ -64,8 +61,8 @@ class ForwardStreamReactor final
   void Answer(const MessagePtr& message, absl::StatusOr<grpc::ByteBuffer> response);
   void CountAnswer(const Message& message, absl::StatusCode code, absl::string_view error) const;
 
-  const ForwardStreamEnvironment& environment_;
-  const ForwardEnvironment& forward_;
+  const ForwardEnvironment& environment_;
+  ForwardStreamSet* const streams_;
   const absl::Time stream_deadline_;
   std::shared_ptr<ForwardStreamReactor> self_;  // gRPC's reference
   grpc::ByteBuffer read_;                       // of the read that is outstanding

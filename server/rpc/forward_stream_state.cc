@@ -84,6 +84,12 @@ ForwardStreamState::MessagePtr ForwardStreamState::OnWriteDone() {
   return std::exchange(writing_, nullptr);
 }
 
+void ForwardStreamState::EndWhenAnswered(absl::Status status) {
+  if (ended_ || finished_) return;
+  reads_done_ = true;
+  final_status_ = std::move(status);
+}
+
 ForwardStreamState::Ended ForwardStreamState::End(absl::Status status) {
   Ended result;
   if (ended_ || finished_) return result;

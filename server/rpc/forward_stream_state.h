@@ -88,6 +88,10 @@ class ForwardStreamState {
   // The message whose write has ended. Not `ok`: the stream is broken, call End.
   MessagePtr OnWriteDone();
 
+  // No more messages are taken, though one may be on its way; the stream ends with that status once
+  // those in flight are answered.
+  void EndWhenAnswered(absl::Status status);
+
   // Ends the stream with a status, unless it has ended already: no more reads, answers that wait
   // are dropped. Messages that run are to be cancelled.
   struct Ended {

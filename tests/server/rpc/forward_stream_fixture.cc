@@ -157,12 +157,13 @@ int HeldController::num_inline() const {
 }
 
 StreamServer::StreamServer(const StreamServerOptions& options)
-    : model_(TinyModel(target_)), validator_({&model_}, TinyLimits(), &pool_) {
+    : model_(TinyModel(target_)),
+      validator_({&model_}, TinyLimits(), &pool_),
+      streams_(options.limits) {
   ExpertServiceOptions service_options;
   service_options.state = &state_;
   service_options.metrics = &metrics_;
-  service_options.max_stream_inflight_bytes = options.max_stream_inflight_bytes;
-  service_options.max_all_streams_inflight_bytes = options.max_all_streams_inflight_bytes;
+  service_options.streams = &streams_;
   service_ = NewExpertService(std::move(service_options));
   GrpcServerOptions server_options;
   server_options.listen = "127.0.0.1:0";

@@ -84,8 +84,7 @@ class AllocatingGroup : public ExpertGroup {
 
 struct StreamServerOptions {
   bool serving = true;  // else loading, until Serve
-  int64_t max_stream_inflight_bytes = int64_t{64} << 20;
-  int64_t max_all_streams_inflight_bytes = int64_t{1} << 30;
+  ForwardStreamLimits limits;
 };
 
 // The public service over a real socket, with a HeldController behind it.
@@ -98,6 +97,7 @@ class StreamServer {
   void Serve();
   ServingState& state() { return state_; }
   HeldController& controller() { return controller_; }
+  ForwardStreamSet& streams() { return streams_; }
   HostBufferPool& pool() { return pool_; }
   GrpcServer& server() { return *server_; }
   // Blocks until every stream has ended here too, whatever its client knows already.
@@ -118,6 +118,7 @@ class StreamServer {
   ForwardValidator validator_;
   const ServerMetrics metrics_;
   ServingState state_{int64_t{1} << 30};
+  ForwardStreamSet streams_;
   std::unique_ptr<grpc::Service> service_;
   std::unique_ptr<GrpcServer> server_;
 };

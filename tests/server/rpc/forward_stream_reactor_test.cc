@@ -333,6 +333,23 @@ TEST(ForwardStreamReactorTest, DrainingFinishesWhatIsInFlightAndRefusesTheRest) 
   EXPECT_TRUE(client.Finish().ok());
 }
 
+TEST(ForwardStreamReactorTest, TheEndOfDrainingEndsOpenStreamsOnceTheyAreAnswered) {
+  StreamServer server;
+  Client client(server), idle(server), late(server);
+  ASSERT_TRUE(client.Send(1));
+  server.controller().AwaitHeld(1);
+  server.state().StartDraining();
+  server.streams().EndAll();
+  // What was on its way is answered too, or the stream was ended before it came.
+  EXPECT_EQ(idle.Finish().error_code(), StatusCode::UNAVAILABLE);
+  ASSERT_TRUE(server.controller().Answer("1"));
+  client.ExpectAnswer(1);
+  const grpc::Status status = client.Finish();
+  EXPECT_EQ(status.error_code(), StatusCode::UNAVAILABLE);
+  EXPECT_EQ(ReasonOf(status), "DRAINING");
+  EXPECT_EQ(ReasonOf(late.Finish()), "DRAINING");
+}
+
 TEST(ForwardStreamReactorTest, ShutdownEndsStreamsThatStayOpen) {
   StreamServer server;
   Client client(server);
@@ -390,7 +407,7 @@ TEST(ForwardStreamReactorTest, ANumberMayBeUsedAgainAsSoonAsItIsAnswered) {
 
 TEST(ForwardStreamReactorTest, ReadsAreWithheldWhileTheBudgetIsSpent) {
   constexpr int64_t kTokens = 512;  // 64 KiB of hidden states, and as much for the answer
-  StreamServer server({.max_stream_inflight_bytes = int64_t{1} << 20});
+  StreamServer server({.limits = {.max_stream_bytes = int64_t{1} << 20}});
   Client client(server);
   constexpr int kMessages = 200;
   std::thread writer([&] {
@@ -415,8 +432,8 @@ TEST(ForwardStreamReactorTest, ReadsAreWithheldWhileTheBudgetIsSpent) {
 TEST(ForwardStreamReactorTest, ClientsThatNeverReadHoldLittleAndStopNobody) {
   constexpr int64_t kTokens = 512;
   // Together the idle ones use up the process's bound as well.
-  StreamServer server({.max_stream_inflight_bytes = int64_t{2} << 20,
-                       .max_all_streams_inflight_bytes = int64_t{4} << 20});
+  StreamServer server(
+      {.limits = {.max_stream_bytes = int64_t{2} << 20, .max_all_bytes = int64_t{4} << 20}});
   server.controller().AnswerAtOnce();
   constexpr int kIdle = 4;
   constexpr int kMessages = 300;  // 20 MiB each
@@ -457,8 +474,8 @@ TEST(ForwardStreamReactorTest, ClientsThatNeverReadHoldLittleAndStopNobody) {
 
 // Everything at once, for the sanitizers; each stream checks that its answers are its own.
 TEST(ForwardStreamReactorTest, ManyStreamsDoAnything) {
-  StreamServer server({.max_stream_inflight_bytes = int64_t{64} << 10,
-                       .max_all_streams_inflight_bytes = int64_t{256} << 10});
+  StreamServer server(
+      {.limits = {.max_stream_bytes = int64_t{64} << 10, .max_all_bytes = int64_t{256} << 10}});
   std::atomic<bool> stop{false};
   std::thread answering([&] {
     while (!stop) {

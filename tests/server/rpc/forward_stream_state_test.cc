@@ -130,6 +130,24 @@ TEST_F(ForwardStreamStateTest, AnEndDropsAnswersAndAwaitsWhatRuns) {
   EXPECT_FALSE(state_.Admit(NewMessage(9), 0));
 }
 
+TEST_F(ForwardStreamStateTest, EndWhenAnsweredTakesWhatWasOnItsWay) {
+  const MessagePtr first = Arrive(1, 0);
+  EXPECT_EQ(state_.Next(), Action::kRead);
+  state_.EndWhenAnswered(absl::UnavailableError("stopping"));
+  state_.OnReadDone(true);
+  const MessagePtr second = NewMessage(2);
+  EXPECT_TRUE(state_.Admit(second, 0));
+  EXPECT_EQ(state_.Next(), Action::kNone) << "nothing more is read";
+  for (const MessagePtr& message : {first, second}) {
+    EXPECT_TRUE(state_.OnAnswer(message, 0));
+    EXPECT_EQ(state_.Next(), Action::kWrite);
+    EXPECT_EQ(state_.Next(), Action::kNone);
+    state_.OnWriteDone();
+  }
+  EXPECT_EQ(state_.Next(), Action::kFinish);
+  EXPECT_EQ(state_.final_status(), absl::UnavailableError("stopping"));
+}
+
 TEST_F(ForwardStreamStateTest, AnswersBehindManyOthersAreCopied) {
   ForwardStreamState state(1'000'000'000, &total_);
   std::vector<MessagePtr> messages;
