@@ -55,7 +55,7 @@ for target in "${targets[@]}"; do
   echo "== $target: $share s"
   UBSAN_OPTIONS=print_stacktrace=1 "$out/$target.bin" -max_total_time="$share" -timeout=10 \
     -rss_limit_mb=2048 -max_len=16384 -dict="tests/fuzz/$target.dict" -print_final_stats=1 \
-    -verbosity=0 -artifact_prefix="$out/$target/" "$out/$target/corpus" "${seeds[@]}" 2>&1 |
+    -verbosity=0 -print_funcs=0 -artifact_prefix="$out/$target/" "$out/$target/corpus" "${seeds[@]}" 2>&1 |
     sed '/^###### Recommended dictionary/,/^###### End of recommended/d'
 done
 echo "fuzz: ok, ${#targets[@]} targets, $share s each"
