@@ -97,7 +97,7 @@ EXPERTMESH_INLINE RowRange FindRangeBody(const float* row, int64_t padded_size) 
   for (int64_t i = 0; i < padded_size; i += kLanes) {
     Floats<kLanes> v;
     Load<kLanes>(row + i, &v);
-    nan |= v != v;
+    nan |= v != v;  // NOLINT(misc-redundant-expression): NaN alone is unequal to itself
     max = v > max ? v : max;
   }
   RowRange range{.max = kNegativeInfinity};
