@@ -82,11 +82,17 @@ struct Sums {
   typename V::Vec low, high;
 };
 
+// What to bring into the second-level cache while a tile is computed.
+struct Prefetch {
+  const char* data = nullptr;
+  int64_t bytes_per_step = 0;
+};
+
 // Rows [first_row, first_row + kRows) times kPanels panels: sums[r * kPanels + p]. kPrefetch cache
-// lines at `prefetch` are asked for in every step.
+// lines are asked for in every step.
 template <class V, class Multiply, int kRows, int kPanels, int kPrefetch>
 [[gnu::noinline]] void MultiplyTile(const PanelProduct& product, int64_t first_row,
-                                    const int64_t* panel_indices, const char* prefetch,
+                                    const int64_t* panel_indices, const Prefetch& prefetch,
                                     Sums<V>* sums) {
   const char* row[kRows];
   EXPERTMESH_UNROLL
@@ -109,7 +115,8 @@ template <class V, class Multiply, int kRows, int kPanels, int kPrefetch>
   for (int64_t step = 0; step < num_steps; ++step) {
     EXPERTMESH_UNROLL
     for (int line = 0; line < kPrefetch; ++line) {
-      __builtin_prefetch(prefetch + (step * kPrefetch + line) * kCacheLineBytes, 0, 2);
+      __builtin_prefetch(prefetch.data + step * prefetch.bytes_per_step + line * kCacheLineBytes, 0,
+                         2);
     }
     EXPERTMESH_UNROLL
     for (int sub = 0; sub < Multiply::kSubSteps; ++sub) {
@@ -141,7 +148,7 @@ template <class V, class Multiply, int kRows, int kPanels, int kPrefetch>
 // MultiplyTile for a number of rows known at run time, 1 to kMaxRows.
 template <class V, class Multiply, int kMaxRows, int kPanels, int kPrefetch>
 inline void MultiplyRows(const PanelProduct& product, int64_t first_row, int64_t num_rows,
-                         const int64_t* panel_indices, const char* prefetch, Sums<V>* sums) {
+                         const int64_t* panel_indices, const Prefetch& prefetch, Sums<V>* sums) {
   if constexpr (kMaxRows > 1) {
     if (num_rows < kMaxRows) {
       MultiplyRows<V, Multiply, kMaxRows - 1, kPanels, kPrefetch>(product, first_row, num_rows,
@@ -160,28 +167,26 @@ inline void MultiplyRows(const PanelProduct& product, int64_t first_row, int64_t
 template <class V, class Multiply, int kMaxRows, int kPanels, bool kPrefetchNext, class Finish>
 inline void MultiplyBlock(const PanelProduct& product, const int64_t* panel_indices,
                           const Finish& finish) {
-  constexpr int kLinesPerStep = 2;
   const int64_t num_tiles = (product.num_rows + kMaxRows - 1) / kMaxRows;
-  const char* next = static_cast<const char*>(product.weights) +
-                     (panel_indices[kPanels - 1] + 1) * product.panel_bytes;
-  const char* const next_end = next + kPanels * product.panel_bytes;
+  // Spread evenly over all steps of all tiles; two lines a step are enough for two tiles.
+  constexpr int kLinesPerStep = 2;
+  const int64_t num_steps = NumSteps<V, Multiply>(product);
+  const int64_t next_bytes = kPanels * product.panel_bytes;
+  Prefetch next = {static_cast<const char*>(product.weights) +
+                       (panel_indices[kPanels - 1] + 1) * product.panel_bytes,
+                   (next_bytes + num_tiles * num_steps - 1) / (num_tiles * num_steps)};
   Sums<V> sums[kMaxRows * kPanels];
   int64_t first_row = 0;
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t end_row = product.num_rows * (tile + 1) / num_tiles;
     const int64_t num_rows = end_row - first_row;
-    bool multiplied = false;
-    if constexpr (kPrefetchNext) {
-      if (num_tiles > 1 && next < next_end) {
-        MultiplyRows<V, Multiply, kMaxRows, kPanels, kLinesPerStep>(product, first_row, num_rows,
-                                                                    panel_indices, next, sums);
-        next += kLinesPerStep * kCacheLineBytes * NumSteps<V, Multiply>(product);
-        multiplied = true;
-      }
-    }
-    if (!multiplied) {
+    if (kPrefetchNext && num_tiles > 1) {
+      MultiplyRows<V, Multiply, kMaxRows, kPanels, kPrefetchNext ? kLinesPerStep : 0>(
+          product, first_row, num_rows, panel_indices, next, sums);
+      next.data += next.bytes_per_step * num_steps;
+    } else {
       MultiplyRows<V, Multiply, kMaxRows, kPanels, 0>(product, first_row, num_rows, panel_indices,
-                                                      nullptr, sums);
+                                                      next, sums);
     }
     for (int64_t r = 0; r < num_rows; ++r) {
       for (int p = 0; p < kPanels; ++p) {

@@ -2,7 +2,7 @@
 // do, measured in the same run in turns, since a shared machine's speed changes from minute to
 // minute. Only the ratios mean something.
 //
-//   bench_expert_ffn [rounds]
+//   bench_expert_ffn [rounds [tokens...]]
 
 #include <algorithm>
 #include <chrono>
@@ -91,7 +91,7 @@ double FlopsPerSecond(ParallelFor& parallel_for) {
   return static_cast<double>(kPieces * kIterations * kFlopsPerIteration) / seconds;
 }
 
-int Run(int rounds) {
+int Run(int rounds, const std::vector<int64_t>& token_counts) {
   const std::vector<CpuIsa> isas = SupportedCpuIsas();
   if (isas.back() != CpuIsa::kAvx512Bf16) {
     std::puts("bench_expert_ffn: this machine has no AVX-512 BF16");
@@ -134,7 +134,7 @@ int Run(int rounds) {
               kHiddenSize, kIntermediateSize, kTopk, kNumThreads, rounds);
   std::printf("%7s %12s %12s %12s %14s %14s\n", "tokens", "roofline ms", "ours ms", "oneDNN ms",
               "ours/roofline", "oneDNN/ours");
-  for (const int64_t num_tokens : {1, 4, 16, 64, 256, 1024}) {
+  for (const int64_t num_tokens : token_counts) {
     const int64_t num_rows = num_tokens * kTopk;
     const std::vector<uint16_t> rows = RandomBFloat16(random, num_rows * kHiddenSize, 1.0f);
     std::vector<float> ours(static_cast<size_t>(num_rows * kHiddenSize));
@@ -190,4 +190,9 @@ int Run(int rounds) {
 }  // namespace
 }  // namespace expertmesh
 
-int main(int argc, char** argv) { return expertmesh::Run(argc > 1 ? std::atoi(argv[1]) : 15); }
+int main(int argc, char** argv) {
+  std::vector<int64_t> token_counts;
+  for (int i = 2; i < argc; ++i) token_counts.push_back(std::atoll(argv[i]));
+  if (token_counts.empty()) token_counts = {1, 4, 16, 64, 256, 1024};
+  return expertmesh::Run(argc > 1 ? std::atoi(argv[1]) : 15, token_counts);
+}
