@@ -1,9 +1,7 @@
 #include "server/control/step_controller.h"
 
-#include <cmath>
-#include <cstring>
+#include <functional>
 #include <memory>
-#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -290,93 +288,6 @@ TEST_F(StepControllerTest, StatsAndTimingsAreTheCallsOwn) {
   EXPECT_EQ(result.epoch, 1u);
   EXPECT_EQ(result.last_step, group.seen()[1].header.step);
   EXPECT_TRUE(other.answer->Wait()->stats.tokens_per_expert.empty());
-}
-
-class RoutedCallTest : public StepControllerTest {
- protected:
-  RoutedCallTest() {
-    auto gate_weights = std::make_unique<LoadedGate>();
-    // Expert e's logit is the row's element e.
-    gate_weights->weight.assign(6 * 8, 0.0f);
-    for (int e = 0; e < 6; ++e) gate_weights->weight[e * 8 + e] = 1.0f;
-    routers.Add(model.name, *NewRouter(model, model.layers[0], std::move(gate_weights)));
-  }
-
-  // Two tokens, whose two best experts are 4, 2 and 0, 5 with equal weights of 1/2.
-  TestCall MakeRouted(RoutingKind kind) {
-    TestCall test = MakeCall({.num_tokens = 2});
-    ForwardCall& call = *test.call;
-    call.routing = kind;
-    call.topk_ids = Buffer();
-    call.topk_weights = Buffer();
-    const std::vector<float> hidden = {0, 1, 5, 2, 5, 3, 0, 0, 7, 1, 2, 3, 4, 7, 0, 0};
-    std::memcpy(call.hidden_states.data(), hidden.data(), hidden.size() * 4);
-    if (kind == RoutingKind::kRouterLogits) {
-      call.router_logits_dtype = DType::kFloat32;
-      call.router_logits = *group.pool()->Allocate(2 * 6 * 4);
-      for (int t = 0; t < 2; ++t) {
-        std::memcpy(call.router_logits.data() + t * 24, hidden.data() + t * 8, 24);
-      }
-    }
-    test.expected.clear();
-    for (int i = 0; i < 16; ++i) {
-      test.expected.push_back(hidden[i] * (i < 8 ? 0.5f * (3 + 5) : 0.5f * (1 + 6)));
-    }
-    return test;
-  }
-};
-
-TEST_F(RoutedCallTest, LogitsAndGateAreRoutedByTheModelsRule) {
-  Start();
-  for (const bool may_run_inline : {false, true}) {
-    for (const RoutingKind kind : {RoutingKind::kRouterLogits, RoutingKind::kServerGate}) {
-      TestCall call = MakeRouted(kind);
-      call.call->want_stats = true;
-      Submit(call, may_run_inline);
-      ExpectExact(call);
-      EXPECT_EQ(call.answer->Wait()->stats.tokens_per_expert,
-                (std::vector<int64_t>{1, 0, 1, 0, 1, 1}));
-    }
-  }
-}
-
-TEST_F(RoutedCallTest, BadLogitsFailTheirCallAlone) {
-  Start();
-  TestCall blocker = SubmitBlocker();
-  TestCall before = MakeRouted(RoutingKind::kRouterLogits);
-  TestCall bad = MakeRouted(RoutingKind::kRouterLogits);
-  TestCall after = MakeRouted(RoutingKind::kRouterLogits);
-  const float nan = std::nanf("");
-  std::memcpy(bad.call->router_logits.data() + 24, &nan, sizeof(nan));
-  for (TestCall* call : {&before, &bad, &after}) Submit(*call);
-  gate.Open();
-  ExpectExact(before);
-  ExpectExact(after);
-  EXPECT_EQ(bad.answer->WaitCode(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(GetCallErrorDetails(bad.answer->Wait().status())->field, "router_logits");
-  EXPECT_EQ(group.seen()[1].num_tokens, 4);
-  ExpectNothingInFlight();
-}
-
-TEST_F(RoutedCallTest, WithoutRouterOnlyGivenTopKIsServed) {
-  Start();
-  TestCall call = MakeRouted(RoutingKind::kServerGate);
-  call.call->layer = model.FindLayer(4);
-  Submit(call);
-  EXPECT_EQ(ReasonOf(call.answer->Wait().status()), ErrorReason::kNoGateWeights);
-}
-
-TEST_F(RoutedCallTest, RoutingByTheServiceFollowsTheModelsHabitOfWeighingInputs) {
-  model.apply_router_weight_on_input = true;
-  Start();
-  TestCall routed = MakeRouted(RoutingKind::kRouterLogits);
-  TestCall given = MakeCall();
-  Submit(routed);
-  EXPECT_TRUE(routed.answer->Wait().ok());
-  Submit(given);
-  EXPECT_TRUE(given.answer->Wait().ok());
-  EXPECT_TRUE(group.seen()[0].header.apply_router_weight_on_input);
-  EXPECT_FALSE(group.seen()[1].header.apply_router_weight_on_input);
 }
 
 TEST_F(StepControllerTest, CallbacksMaySubmitAgainWithoutGrowingTheStack) {
