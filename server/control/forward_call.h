@@ -31,8 +31,15 @@ struct ForwardTimings {
 
 struct ForwardStats {
   int32_t num_steps = 0;
-  int64_t step_tokens = 0;                 // tokens of all requests in those steps
-  std::vector<int64_t> tokens_per_expert;  // [num_experts] (token, k) pairs of this request
+  int64_t step_tokens = 0;  // tokens of all requests in those steps
+  int64_t num_pairs = 0;    // (token, k) with an expert
+  int64_t num_tokens_without_expert = 0;
+
+  // With ForwardCall::want_stats alone.
+  std::vector<int64_t> tokens_per_expert;  // [num_experts] pairs
+  std::vector<int64_t> rows_per_rank;      // [ep_size] a token once for each distinct expert there
+  int64_t dispatch_bytes = 0;              // hidden rows that crossed between ranks
+  int64_t combine_bytes = 0;               // partials, likewise
 };
 
 // Consecutive output rows, in the order of the request's tokens; `owner` keeps

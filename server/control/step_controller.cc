@@ -158,7 +158,10 @@ ForwardResult StepController::EmptyResult(const ForwardCall& call) const {
   result.incarnation = group_->incarnation();
   result.epoch = group_->epoch();
   result.strategy = call.dispatch;
-  if (call.want_stats) result.stats.tokens_per_expert.resize(call.layer->num_experts, 0);
+  if (call.want_stats) {
+    result.stats.tokens_per_expert.resize(call.layer->num_experts, 0);
+    result.stats.rows_per_rank.resize(group_->ep_size(), 0);
+  }
   return result;
 }
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "server/control/request_stats.h"
 #include "server/control/stitching.h"
 #include "server/ops/call_error.h"
 
@@ -39,15 +40,6 @@ void AddTimings(const StepTimings& timings, StepTimings& sum) {
   sum.dispatch_micros += timings.dispatch_micros;
   sum.compute_micros += timings.compute_micros;
   sum.combine_micros += timings.combine_micros;
-}
-
-void AddStats(const StepPiece& piece, ForwardStats& stats) {
-  const PendingCall& call = *piece.call;
-  stats.tokens_per_expert.resize(call.call->layer->num_experts, 0);
-  const int32_t* ids = call.topk_ids + piece.first_token * call.topk;
-  for (int64_t i = 0; i < piece.num_tokens * call.topk; ++i) {
-    if (ids[i] >= 0) ++stats.tokens_per_expert[ids[i]];
-  }
 }
 
 // rpc/ has checked ids and sizes, so what planning refuses is the caller's choice of a strategy.
@@ -182,6 +174,7 @@ StepOutcome StepRunner::Run(const StepBatch& batch, bool on_caller, absl::Durati
   if (!stitched.ok()) return fail(std::move(stitched), false);
 
   record.timings = result->timings;
+  int64_t first_step_token = 0;
   for (const StepPiece& piece : batch.pieces) {
     PendingCall& call = *piece.call;
     call.num_done_tokens += piece.num_tokens;
@@ -193,7 +186,11 @@ StepOutcome StepRunner::Run(const StepBatch& batch, bool on_caller, absl::Durati
     AddTimings(result->timings, call.result.timings.step);
     ++call.result.stats.num_steps;
     call.result.stats.step_tokens += record.num_tokens;
-    if (call.call->want_stats) AddStats(piece, call.result.stats);
+    AddPairStats(piece, call.result.stats);
+    if (call.call->want_stats) {
+      AddDetailedStats(piece, first_step_token, shard_offsets, *placement, call.result.stats);
+    }
+    first_step_token += piece.num_tokens;
   }
   return outcome;
 }

@@ -1,7 +1,6 @@
 #include "server/rpc/forward_response.h"
 
 #include <memory>
-#include <numeric>
 #include <utility>
 
 #include "server/rpc/forward_encoder.h"
@@ -32,12 +31,14 @@ void FillTimings(const ForwardTimings& timings, absl::Duration total, v1::Timing
 
 void FillStats(const ForwardAnswerInfo& info, const ForwardStats& stats, v1::Stats* out) {
   out->set_num_tokens(info.num_tokens);
-  out->set_num_pairs(
-      std::accumulate(stats.tokens_per_expert.begin(), stats.tokens_per_expert.end(), int64_t{0}));
+  out->set_num_pairs(stats.num_pairs);
+  out->set_num_tokens_without_expert(stats.num_tokens_without_expert);
+  out->set_step_num_tokens(stats.step_tokens);
   out->mutable_tokens_per_expert()->Add(stats.tokens_per_expert.begin(),
                                         stats.tokens_per_expert.end());
-  out->set_num_tokens_without_expert(info.num_tokens_without_expert);
-  out->set_step_num_tokens(stats.step_tokens);
+  out->mutable_rows_per_rank()->Add(stats.rows_per_rank.begin(), stats.rows_per_rank.end());
+  out->set_dispatch_bytes(stats.dispatch_bytes);
+  out->set_combine_bytes(stats.combine_bytes);
 }
 
 // The spans' elements as float32, in one buffer.
@@ -75,8 +76,6 @@ ForwardAnswerInfo AnswerInfoOf(const ValidForward& valid) {
   info.output_dtype = valid.call->output_dtype;
   info.output_as_values = valid.output_as_values;
   info.stats_only = valid.stats_only;
-  info.given_topk = valid.call->routing == RoutingKind::kTopK;
-  info.num_tokens_without_expert = valid.num_tokens_without_expert;
   return info;
 }
 

@@ -22,8 +22,6 @@ struct ForwardAnswerInfo {
   DType output_dtype = DType::kInvalid;
   bool output_as_values = false;
   bool stats_only = false;
-  bool given_topk = false;
-  int64_t num_tokens_without_expert = 0;
 };
 ForwardAnswerInfo AnswerInfoOf(const ValidForward& valid);
 

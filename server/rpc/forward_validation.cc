@@ -263,7 +263,7 @@ absl::StatusOr<ValidForward> ForwardValidator::Validate(DecodedForwardRequest re
   status = CheckFiniteRows(*hidden, rows_read, "hidden_states");
   if (!status.ok()) return status;
   call.hidden_states = std::move(hidden->data);
-  call.want_stats = true;
+  call.want_stats = valid.stats_only;
   valid.payload_bytes = call.hidden_states.size_bytes() + call.router_logits.size_bytes() +
                         call.topk_ids.size_bytes() + call.topk_weights.size_bytes();
   return valid;

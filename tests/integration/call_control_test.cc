@@ -188,6 +188,12 @@ TEST(CallControlTest, OptionsThatLeaveThingsOut) {
   EXPECT_EQ(stats.response.stats().num_pairs(), 14);
   EXPECT_EQ(stats.response.stats().num_tokens_without_expert(), 1);
   EXPECT_EQ(stats.response.stats().tokens_per_expert_size(), FixtureTarget().num_experts);
+  // Ids by token: 0 5 | - - | 8 1 | 6 11 and, on rank 1, 4 9 | 2 7 | 0 5 | 10 3. Rank 0 owns 0
+  // to 5.
+  EXPECT_THAT(stats.response.stats().rows_per_rank(), testing::ElementsAre(8, 6));
+  // Tokens 2 and 3 go to rank 1, tokens 4 to 7 to rank 0.
+  EXPECT_EQ(stats.response.stats().dispatch_bytes(), 6 * 48 * 2);
+  EXPECT_EQ(stats.response.stats().combine_bytes(), 6 * 48 * 2);
   EXPECT_EQ(stats.response.served_by().num_steps(), 1);
   EXPECT_EQ(stats.response.served_by().ep_size(), 2);
   EXPECT_EQ(stats.response.served_by().strategy(), v1::DISPATCH_MODE_ALL_TO_ALL);
