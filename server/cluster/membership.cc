@@ -1,0 +1,316 @@
+#include "server/cluster/membership.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "server/ops/call_error.h"
+
+namespace expertmesh {
+namespace {
+
+absl::Status WrongModel(int32_t ep_rank, const std::string& what) {
+  return CallError(ErrorReason::kWrongModel, absl::StrCat("rank ", ep_rank, ": ", what));
+}
+
+absl::Status CheckModel(const RankOffer& offer, const ModelManifest& manifest,
+                        const ExpectedModel& expected) {
+  if (manifest.fingerprint != expected.fingerprint) {
+    return WrongModel(offer.ep_rank, absl::StrCat("model ", expected.name, " has fingerprint ",
+                                                  manifest.fingerprint.substr(0, 64),
+                                                  ", this group serves ", expected.fingerprint));
+  }
+  if (manifest.layers.size() != expected.layers.size()) {
+    return WrongModel(offer.ep_rank,
+                      absl::StrCat("model ", expected.name, " comes with ", manifest.layers.size(),
+                                   " MoE layers instead of ", expected.layers.size()));
+  }
+  std::vector<int32_t> seen;
+  for (const LayerManifest& layer : manifest.layers) {
+    const auto found = expected.layers.find(layer.layer);
+    if (found == expected.layers.end() ||
+        std::find(seen.begin(), seen.end(), layer.layer) != seen.end()) {
+      return WrongModel(offer.ep_rank,
+                        absl::StrCat("model ", expected.name, " comes with layer ", layer.layer,
+                                     ", which is unknown or named twice"));
+    }
+    seen.push_back(layer.layer);
+    const absl::Span<const int32_t> held = found->second->local_experts(offer.ep_rank);
+    if (layer.num_experts != found->second->num_experts() ||
+        !std::equal(held.begin(), held.end(), layer.expert_ids.begin(), layer.expert_ids.end())) {
+      return WrongModel(offer.ep_rank,
+                        absl::StrCat("holds ", layer.expert_ids.size(), " of ", layer.num_experts,
+                                     " experts of layer ", layer.layer, " of model ", expected.name,
+                                     ", which are not the ", held.size(), " of ",
+                                     found->second->num_experts(), " that the placement gives it"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+Membership::Membership(MembershipOptions options, const Clock* clock)
+    : options_(std::move(options)), clock_(clock), members_(options_.ep_size) {}
+
+absl::Status Membership::CheckOffer(const RankOffer& offer) const {
+  if (offer.protocol_version != options_.protocol_version) {
+    return CallError(
+        ErrorReason::kProtocolMismatch,
+        absl::StrCat("the rank speaks version ", offer.protocol_version,
+                     " of the rank protocol, the control plane ", options_.protocol_version));
+  }
+  if (offer.ep_size != options_.ep_size) {
+    return CallError(ErrorReason::kWrongEpSize,
+                     absl::StrCat("rank ", offer.ep_rank, " was started for ", offer.ep_size,
+                                  " ranks, this group has ", options_.ep_size));
+  }
+  if (offer.ep_rank < 0 || offer.ep_rank >= options_.ep_size) {
+    return InvalidFieldError("ep_rank", offer.ep_rank, absl::StrCat("0 to ", options_.ep_size - 1));
+  }
+  if (offer.models.size() != options_.models.size()) {
+    return WrongModel(offer.ep_rank, absl::StrCat("brings ", offer.models.size(),
+                                                  " models instead of ", options_.models.size()));
+  }
+  for (const ExpectedModel& expected : options_.models) {
+    const auto manifest = std::find_if(
+        offer.models.begin(), offer.models.end(),
+        [&expected](const ModelManifest& model) { return model.model == expected.name; });
+    if (manifest == offer.models.end()) {
+      return WrongModel(offer.ep_rank, absl::StrCat("does not hold model ", expected.name));
+    }
+    if (absl::Status status = CheckModel(offer, *manifest, expected); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<uint64_t> Membership::Join(const RankOffer& offer) {
+  if (absl::Status status = CheckOffer(offer); !status.ok()) return status;
+  std::optional<Member>& place = members_[offer.ep_rank];
+  if (place.has_value()) {
+    if (place->instance != offer.instance) {
+      return CallError(ErrorReason::kRankTaken,
+                       absl::StrCat("rank ", offer.ep_rank, " is taken by ", place->view.address));
+    }
+    Remove(offer.ep_rank, absl::UnavailableError("the rank joins again"));
+  }
+  Member member;
+  member.id = ++last_member_id_;
+  member.instance = offer.instance;
+  member.last_heard = clock_->Now();
+  member.view.member_id = member.id;
+  member.view.address = offer.address;
+  member.view.instruction_set = offer.instruction_set;
+  member.view.weight_bytes = offer.weight_bytes;
+  for (const ModelManifest& model : offer.models) {
+    for (const LayerManifest& layer : model.layers) {
+      member.view.num_experts += static_cast<int64_t>(layer.expert_ids.size());
+    }
+  }
+  const uint64_t id = member.id;
+  place = std::move(member);
+  Advance();
+  return id;
+}
+
+absl::StatusOr<int32_t> Membership::FindMember(uint64_t incarnation, uint64_t member_id) const {
+  if (incarnation != options_.incarnation) {
+    return CallError(ErrorReason::kStaleIncarnation,
+                     absl::StrCat("incarnation ", incarnation, " is past, this one is ",
+                                  options_.incarnation, ": join again"));
+  }
+  for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
+    if (members_[rank].has_value() && members_[rank]->id == member_id) return rank;
+  }
+  return CallError(ErrorReason::kStaleEpoch,
+                   absl::StrCat("member ", member_id, " is none any more: join again"));
+}
+
+absl::Status Membership::Attach(uint64_t incarnation, uint64_t member_id) {
+  const absl::StatusOr<int32_t> rank = FindMember(incarnation, member_id);
+  if (!rank.ok()) return rank.status();
+  Member& member = *members_[*rank];
+  if (member.state != MemberState::kJoined) {
+    return CallError(ErrorReason::kStaleEpoch,
+                     absl::StrCat("member ", member_id, " has a stream already"));
+  }
+  member.state = MemberState::kStandingBy;
+  Advance();
+  return absl::OkStatus();
+}
+
+absl::Status Membership::Heartbeat(uint64_t incarnation, uint64_t member_id) {
+  const absl::StatusOr<int32_t> rank = FindMember(incarnation, member_id);
+  if (!rank.ok()) return rank.status();
+  members_[*rank]->last_heard = clock_->Now();
+  return absl::OkStatus();
+}
+
+void Membership::Lose(uint64_t member_id, const absl::Status& reason) {
+  const absl::StatusOr<int32_t> rank = FindMember(options_.incarnation, member_id);
+  if (!rank.ok()) return;
+  Remove(*rank, reason);
+  Advance();
+}
+
+void Membership::Remove(int32_t ep_rank, const absl::Status& reason) {
+  Member& member = *members_[ep_rank];
+  const bool was_in_epoch =
+      member.state == MemberState::kForming || member.state == MemberState::kActive;
+  MembershipAction action;
+  action.kind = MembershipAction::Kind::kDrop;
+  action.ep_rank = ep_rank;
+  action.member_id = member.id;
+  action.epoch = epoch_;
+  action.reason = reason;
+  members_[ep_rank].reset();
+  actions_.push_back(std::move(action));
+  if (was_in_epoch) {
+    End(CallError(ErrorReason::kStepLost,
+                  absl::StrCat("rank ", ep_rank, " was lost: ", reason.message())));
+  }
+}
+
+void Membership::End(const absl::Status& reason) {
+  if (phase_ != Phase::kForming && phase_ != Phase::kStanding) return;
+  const absl::Time now = clock_->Now();
+  if (phase_ == Phase::kForming) {
+    const int doublings = std::min(num_failures_++, 16);
+    form_at_ =
+        now + std::min(options_.min_retry_delay * (1 << doublings), options_.max_retry_delay);
+  }
+  phase_ = Phase::kEnding;
+  phase_deadline_ = now + options_.teardown_timeout;
+  for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
+    std::optional<Member>& member = members_[rank];
+    if (!member.has_value() ||
+        (member->state != MemberState::kForming && member->state != MemberState::kActive)) {
+      continue;
+    }
+    member->state = MemberState::kTearingDown;
+    MembershipAction action;
+    action.kind = MembershipAction::Kind::kEndEpoch;
+    action.ep_rank = rank;
+    action.member_id = member->id;
+    action.epoch = epoch_;
+    action.reason = reason;
+    actions_.push_back(std::move(action));
+  }
+}
+
+void Membership::EpochReady(uint64_t member_id, uint64_t epoch, const absl::Status& status) {
+  const absl::StatusOr<int32_t> rank = FindMember(options_.incarnation, member_id);
+  if (!rank.ok() || epoch != epoch_ || members_[*rank]->state != MemberState::kForming) return;
+  if (status.ok()) {
+    members_[*rank]->state = MemberState::kActive;
+  } else {
+    End(absl::Status(status.code(), absl::StrCat("rank ", *rank, " could not form epoch ", epoch,
+                                                 ": ", status.message())));
+  }
+  Advance();
+}
+
+void Membership::EpochDown(uint64_t member_id, uint64_t epoch) {
+  const absl::StatusOr<int32_t> rank = FindMember(options_.incarnation, member_id);
+  if (!rank.ok() || epoch != epoch_ || members_[*rank]->state != MemberState::kTearingDown) return;
+  members_[*rank]->state = MemberState::kStandingBy;
+  Advance();
+}
+
+void Membership::EndEpoch(uint64_t epoch, const absl::Status& reason) {
+  if (epoch != epoch_) return;
+  End(reason);
+  Advance();
+}
+
+void Membership::Tick() {
+  const absl::Time now = clock_->Now();
+  for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
+    const std::optional<Member>& member = members_[rank];
+    if (!member.has_value() || now < member->last_heard + options_.heartbeat_timeout) continue;
+    Remove(rank, absl::UnavailableError(absl::StrCat(
+                     "no heartbeat for ", absl::FormatDuration(now - member->last_heard))));
+  }
+  if (now >= phase_deadline_) {
+    if (phase_ == Phase::kForming) {
+      std::string missing;
+      for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
+        if (members_[rank]->state == MemberState::kForming) absl::StrAppend(&missing, " ", rank);
+      }
+      End(absl::DeadlineExceededError(absl::StrCat("epoch ", epoch_, " was not formed in ",
+                                                   absl::FormatDuration(options_.form_timeout),
+                                                   " by ranks", missing)));
+    } else if (phase_ == Phase::kEnding) {
+      for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
+        if (members_[rank].has_value() && members_[rank]->state == MemberState::kTearingDown) {
+          Remove(rank, absl::DeadlineExceededError(
+                           absl::StrCat("it did not drop epoch ", epoch_, " in ",
+                                        absl::FormatDuration(options_.teardown_timeout))));
+        }
+      }
+    }
+  }
+  Advance();
+}
+
+bool Membership::AllAre(MemberState state) const {
+  return std::all_of(members_.begin(), members_.end(), [state](const auto& member) {
+    return member.has_value() && member->state == state;
+  });
+}
+
+void Membership::Advance() {
+  if (phase_ == Phase::kForming && AllAre(MemberState::kActive)) {
+    phase_ = Phase::kStanding;
+    phase_deadline_ = absl::InfiniteFuture();
+    num_failures_ = 0;
+    form_at_ = absl::InfinitePast();
+  }
+  if (phase_ == Phase::kEnding &&
+      std::none_of(members_.begin(), members_.end(), [](const auto& member) {
+        return member.has_value() && member->state == MemberState::kTearingDown;
+      })) {
+    phase_ = Phase::kNone;
+    phase_deadline_ = absl::InfiniteFuture();
+  }
+  const absl::Time now = clock_->Now();
+  if (phase_ != Phase::kNone || now < form_at_ || !AllAre(MemberState::kStandingBy)) return;
+  phase_ = Phase::kForming;
+  phase_deadline_ = now + options_.form_timeout;
+  ++epoch_;
+  for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
+    members_[rank]->state = MemberState::kForming;
+    MembershipAction action;
+    action.kind = MembershipAction::Kind::kEnterEpoch;
+    action.ep_rank = rank;
+    action.member_id = members_[rank]->id;
+    action.epoch = epoch_;
+    actions_.push_back(std::move(action));
+  }
+}
+
+absl::Time Membership::next_deadline() const {
+  absl::Time next = phase_deadline_;
+  for (const std::optional<Member>& member : members_) {
+    if (member.has_value()) next = std::min(next, member->last_heard + options_.heartbeat_timeout);
+  }
+  if (phase_ == Phase::kNone && AllAre(MemberState::kStandingBy)) next = std::min(next, form_at_);
+  return next;
+}
+
+std::vector<MembershipAction> Membership::TakeActions() { return std::exchange(actions_, {}); }
+
+std::vector<MemberView> Membership::View() const {
+  std::vector<MemberView> views(options_.ep_size);
+  const absl::Time now = clock_->Now();
+  for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
+    if (!members_[rank].has_value()) continue;
+    views[rank] = members_[rank]->view;
+    views[rank].state = members_[rank]->state;
+    views[rank].heartbeat_age = now - members_[rank]->last_heard;
+  }
+  return views;
+}
+
+}  // namespace expertmesh

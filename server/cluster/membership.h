@@ -1,0 +1,170 @@
+#ifndef EXPERTMESH_SERVER_CLUSTER_MEMBERSHIP_H_
+#define EXPERTMESH_SERVER_CLUSTER_MEMBERSHIP_H_
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "server/model/placement.h"
+#include "server/ops/clock.h"
+
+namespace expertmesh {
+
+struct LayerManifest {
+  int32_t layer = 0;  // the checkpoint's own index
+  int32_t num_experts = 0;
+  std::vector<int32_t> expert_ids;  // held ones, ascending
+};
+
+struct ModelManifest {
+  std::string model;
+  std::string fingerprint;
+  std::vector<LayerManifest> layers;
+};
+
+// What a rank brings.
+struct RankOffer {
+  int32_t protocol_version = 0;
+  int32_t ep_rank = 0;
+  int32_t ep_size = 0;
+  uint64_t instance = 0;  // random per rank process: its next join replaces its last one
+  std::vector<ModelManifest> models;
+  std::string address;  // for people
+  std::string instruction_set;
+  int64_t weight_bytes = 0;
+};
+
+struct ExpectedModel {
+  std::string name;
+  std::string fingerprint;
+  std::map<int32_t, const Placement*> layers;  // the placements outlive the membership
+};
+
+struct MembershipOptions {
+  uint64_t incarnation = 0;
+  int32_t protocol_version = 1;
+  int32_t ep_size = 1;
+  std::vector<ExpectedModel> models;
+  // A member not heard of for longer is lost.
+  absl::Duration heartbeat_timeout = absl::Seconds(5);
+  // For all members together to form an epoch's communicator.
+  absl::Duration form_timeout = absl::Seconds(10);
+  // For a member to say that it dropped an epoch; then it is lost.
+  absl::Duration teardown_timeout = absl::Seconds(10);
+  // Before another try when an epoch could not be formed; doubled with every failure in a row, up
+  // to the second value.
+  absl::Duration min_retry_delay = absl::Milliseconds(50);
+  absl::Duration max_retry_delay = absl::Seconds(2);
+};
+
+// What whoever drives a Membership has to do, in this order.
+struct MembershipAction {
+  enum class Kind : uint8_t {
+    kEnterEpoch,  // tell the member to form epoch `epoch`'s communicator
+    kEndEpoch,    // tell the member to drop epoch `epoch`
+    kDrop,        // the member is none any more: end its stream
+  };
+  Kind kind = Kind::kEnterEpoch;
+  int32_t ep_rank = 0;
+  uint64_t member_id = 0;
+  uint64_t epoch = 0;
+  absl::Status reason;  // kEndEpoch, kDrop
+};
+
+enum class MemberState : uint8_t {
+  kMissing,
+  kJoined,       // its stream has not come yet
+  kStandingBy,   // waits for an epoch
+  kForming,      // was told to form one
+  kActive,       // its communicator stands
+  kTearingDown,  // was told to drop one
+};
+
+struct MemberView {
+  MemberState state = MemberState::kMissing;
+  uint64_t member_id = 0;
+  std::string address;
+  std::string instruction_set;
+  int64_t weight_bytes = 0;
+  int64_t num_experts = 0;
+  absl::Duration heartbeat_age;
+};
+
+// Who is in the group, and its epochs: pure state, no threads, no I/O. Every function may leave
+// actions to be taken with TakeActions. One thread at a time.
+//
+// An epoch forms when all ep_size ranks stand by; which experts each must hold is fixed by the
+// placements, so together they cover every expert. It stands when every member says that its
+// communicator does. It ends when a member is lost, cannot form it, or EndEpoch is called; the next
+// one forms when every survivor has said that it dropped it (or was lost too). A member lost its
+// place when its stream broke or its heartbeat is late; it may join again at any time.
+class Membership {
+ public:
+  Membership(MembershipOptions options, const Clock* clock);
+
+  // Gives the new member's id. Refused, changing nothing: PROTOCOL_MISMATCH, WRONG_EP_SIZE,
+  // INVALID_FIELD (ep_rank), WRONG_MODEL (models, fingerprints, experts), RANK_TAKEN.
+  absl::StatusOr<uint64_t> Join(const RankOffer& offer);
+  // The member's stream has come: it stands by. STALE_INCARNATION, STALE_EPOCH (no member, or it
+  // has a stream).
+  absl::Status Attach(uint64_t incarnation, uint64_t member_id);
+  // STALE_INCARNATION, STALE_EPOCH (no member any more): it must join again.
+  absl::Status Heartbeat(uint64_t incarnation, uint64_t member_id);
+  // Its stream ended. Nothing for somebody who is no member.
+  void Lose(uint64_t member_id, const absl::Status& reason);
+  // Answers of a member; ignored when they come from the past.
+  void EpochReady(uint64_t member_id, uint64_t epoch, const absl::Status& status);
+  void EpochDown(uint64_t member_id, uint64_t epoch);
+  // A step of it was lost or took too long. Ignored unless `epoch` is forming or stands.
+  void EndEpoch(uint64_t epoch, const absl::Status& reason);
+  // Looks at the clock. To be called at next_deadline() at the latest.
+  void Tick();
+  absl::Time next_deadline() const;
+
+  std::vector<MembershipAction> TakeActions();
+
+  // The epoch that stands; 0: none.
+  uint64_t epoch() const { return phase_ == Phase::kStanding ? epoch_ : 0; }
+  // The epoch whose rendezvous keys may be used; 0: none.
+  uint64_t forming_epoch() const { return phase_ == Phase::kForming ? epoch_ : 0; }
+  std::vector<MemberView> View() const;  // [ep_size]
+
+ private:
+  enum class Phase : uint8_t { kNone, kForming, kStanding, kEnding };
+  struct Member {
+    uint64_t id = 0;
+    uint64_t instance = 0;
+    MemberState state = MemberState::kJoined;
+    absl::Time last_heard;
+    MemberView view;
+  };
+
+  absl::Status CheckOffer(const RankOffer& offer) const;
+  absl::StatusOr<int32_t> FindMember(uint64_t incarnation, uint64_t member_id) const;
+  void Remove(int32_t ep_rank, const absl::Status& reason);
+  void End(const absl::Status& reason);
+  bool AllAre(MemberState state) const;
+  // From kEnding to kNone when nobody is left to wait for, from kNone to kForming when all are
+  // there, from kForming to kStanding when all are ready.
+  void Advance();
+
+  const MembershipOptions options_;
+  const Clock* const clock_;
+  std::vector<std::optional<Member>> members_;  // [ep_size]
+  uint64_t last_member_id_ = 0;
+  Phase phase_ = Phase::kNone;
+  uint64_t epoch_ = 0;
+  absl::Time phase_deadline_ = absl::InfiniteFuture();  // of kForming and kEnding
+  absl::Time form_at_ = absl::InfinitePast();           // not before
+  int num_failures_ = 0;                                // to form an epoch, in a row
+  std::vector<MembershipAction> actions_;
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_CLUSTER_MEMBERSHIP_H_
