@@ -22,6 +22,7 @@
 #include "server/ops/metrics.h"
 #include "server/ops/server_metrics.h"
 #include "server/routing/router_table.h"
+#include "server/rpc/admin_service.h"
 #include "server/rpc/control_metrics.h"
 #include "server/rpc/expert_service.h"
 #include "server/rpc/forward_validation.h"
@@ -159,7 +160,10 @@ struct ControlPlane::Impl {
   absl::Status StartMetrics();
   absl::Status Listen();
   void Serve();
+  v1::GetStatusResponse Status() const;
+  void FillRankStatus(bool loaded, v1::GetStatusResponse* response) const;
 
+  const absl::Time start_time = absl::Now();
   const ControlPlaneOptions options;
   absl::Notification stop;
   MetricsRegistry registry;
@@ -174,6 +178,7 @@ struct ControlPlane::Impl {
   ServingState state;
   ForwardStreamSet streams;
   std::unique_ptr<grpc::Service> service;
+  std::unique_ptr<grpc::Service> admin;
   std::string address;
   // Between Start and a Stop that comes while it is loading.
   std::mutex start_mutex;
@@ -220,8 +225,13 @@ absl::Status ControlPlane::Impl::Listen() {
     service_options.models.push_back(std::move(description));
   }
   service = NewExpertService(std::move(service_options));
+  std::vector<GrpcServer::NamedService> services = {{kExpertServiceName, service.get()}};
+  if (options.allow_admin) {
+    admin = NewAdminService({.metrics = &metrics, .status = [this] { return Status(); }});
+    services.push_back({kAdminServiceName, admin.get()});
+  }
   absl::StatusOr<std::unique_ptr<GrpcServer>> started =
-      GrpcServer::Start(options.server, {{kExpertServiceName, service.get()}});
+      GrpcServer::Start(options.server, std::move(services));
   if (!started.ok()) return started.status();
   const std::lock_guard<std::mutex> lock(start_mutex);
   server = *std::move(started);
@@ -255,6 +265,46 @@ void ControlPlane::Impl::Serve() {
            {"threads_per_rank", group->threads_per_rank()},
            {"isa", group->instruction_set()},
            {"tls", !options.server.tls_certificate.empty()}});
+}
+
+v1::GetStatusResponse ControlPlane::Impl::Status() const {
+  v1::GetStatusResponse response;
+  // Null while loading; then there is no controller either.
+  const bool loaded = state.backend() != nullptr;
+  const bool draining = state.draining();
+  response.set_incarnation(group->incarnation());
+  response.set_epoch(group->epoch());
+  response.set_ready(loaded && !draining);
+  response.set_draining(draining);
+  response.set_version(EXPERTMESH_VERSION);
+  response.set_uptime_micros(absl::ToInt64Microseconds(absl::Now() - start_time));
+  response.set_model(NamesOf(models));
+  response.set_ep_size(group->ep_size());
+  response.set_num_lanes(1);
+  if (!loaded) response.set_detail("the experts are being loaded");
+  if (draining) response.set_detail("this server is stopping");
+  if (loaded) FillControlStatus(controller->Snapshot(), &response);
+  FillRankStatus(loaded, &response);
+  return response;
+}
+
+void ControlPlane::Impl::FillRankStatus(bool loaded, v1::GetStatusResponse* response) const {
+  for (int32_t rank = 0; rank < group->ep_size(); ++rank) {
+    v1::RankStatus* out = response->add_ranks();
+    out->set_ep_rank(rank);
+    out->set_address("in-process");
+    out->set_state(loaded ? v1::RANK_STATE_ACTIVE : v1::RANK_STATE_LOADING);
+    out->set_instruction_set(group->instruction_set());
+    if (!loaded) continue;
+    out->set_load_progress(1);
+    for (const Model& model : models) {
+      for (const LayerSpec& layer : model.spec.layers) {
+        const Placement* placement = group->placement(model.spec.name, layer.index);
+        const auto num_experts = static_cast<int64_t>(placement->local_experts(rank).size());
+        out->set_num_experts(out->num_experts() + num_experts);
+      }
+    }
+  }
 }
 
 ControlPlane::ControlPlane(ControlPlaneOptions options)

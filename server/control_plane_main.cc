@@ -64,6 +64,8 @@ ABSL_FLAG(int, threads, 0, "Threads of all ranks together; 0: one for each core.
 ABSL_FLAG(std::string, isa, "auto", "CPU kernels: auto, portable, avx2, avx512_bf16.");
 ABSL_FLAG(bool, allow_dispatch_option, false,
           "Lets requests choose the dispatch strategy (options.dispatch); for debugging.");
+ABSL_FLAG(bool, allow_admin, false,
+          "Serves AdminService (expertmesh status) on the public listener as well.");
 ABSL_FLAG(std::string, log_format, "text", "text or json, to standard error.");
 ABSL_FLAG(std::string, log_level, "info", "debug, info, warning or error.");
 
@@ -165,6 +167,7 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
   options.port_file = absl::GetFlag(FLAGS_port_file);
   options.drain_timeout = absl::GetFlag(FLAGS_drain_timeout);
   options.allow_dispatch_option = absl::GetFlag(FLAGS_allow_dispatch_option);
+  options.allow_admin = absl::GetFlag(FLAGS_allow_admin);
   options.progress_on_terminal =
       isatty(STDERR_FILENO) != 0 && absl::GetFlag(FLAGS_log_format) == "text";
   for (const auto& [flag, text] :

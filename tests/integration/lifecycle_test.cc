@@ -136,8 +136,8 @@ TEST(LifecycleTest, DrainIsBounded) {
   const auto server = StartSlow({"--drain_timeout=50ms"});
   ASSERT_NE(server, nullptr);
   std::vector<PendingForward> running;
-  for (int i = 0; i < 4; ++i) running.push_back(server->StartForward(SlowRequest(1024)));
-  ASSERT_TRUE(WaitForMetric(server.get(), "expertmesh_tokens_in_flight", 4 * 1024));
+  for (int i = 0; i < 4; ++i) running.push_back(server->StartForward(SlowRequest(512)));
+  ASSERT_TRUE(WaitForMetric(server.get(), "expertmesh_tokens_in_flight", 4 * 512));
   ASSERT_TRUE(server->process().Terminate().ok());
   const auto exit_code = server->process().Wait(absl::Seconds(120));
   ASSERT_TRUE(exit_code.ok()) << exit_code.status();
@@ -173,6 +173,35 @@ TEST(LifecycleTest, ReflectionNamesTheServices) {
   ASSERT_NE(server, nullptr);
   EXPECT_THAT(server->ReflectedServices(),
               testing::IsSupersetOf({std::string(kService), std::string("grpc.health.v1.Health")}));
+}
+
+TEST(LifecycleTest, StatusForOperatorsWhereItIsAllowed) {
+  const auto closed = ServerUnderTest::Start({.checkpoint = kFixture});
+  ASSERT_NE(closed, nullptr);
+  EXPECT_EQ(closed->GetStatus().status().code(), absl::StatusCode::kUnimplemented);
+
+  const auto server = ServerUnderTest::Start(
+      {.checkpoint = kFixture, .args = {"--allow_admin", "--local_ranks=3"}});
+  ASSERT_NE(server, nullptr);
+  EXPECT_TRUE(server->Forward(GoodRequest({"", 1, 0, 48, 12}, 4, 2)).ok());
+  const auto status = server->GetStatus();
+  ASSERT_TRUE(status.ok()) << status.status();
+  EXPECT_TRUE(status->ready());
+  EXPECT_FALSE(status->draining());
+  EXPECT_EQ(status->model(), "qwen3_moe_bfloat16");
+  EXPECT_EQ(status->epoch(), 1u);
+  EXPECT_EQ(status->num_steps(), 1u);
+  EXPECT_EQ(status->num_requests_ok(), 1u);
+  EXPECT_EQ(status->queue().num_requests(), 0);
+  EXPECT_EQ(status->queue().max_tokens(), 1 << 20);
+  ASSERT_EQ(status->ranks_size(), 3);
+  for (const v1::RankStatus& rank : status->ranks()) {
+    EXPECT_EQ(rank.state(), v1::RANK_STATE_ACTIVE);
+    EXPECT_EQ(rank.num_experts(), 2 * 4);
+  }
+  const absl::Status drain = server->Drain();
+  EXPECT_EQ(drain.code(), absl::StatusCode::kUnimplemented);
+  EXPECT_THAT(std::string(drain.message()), HasSubstr("SIGTERM"));
 }
 
 TEST(LifecycleTest, OnePortIsNeverShared) {

@@ -17,6 +17,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "expertmesh/v1/admin.grpc.pb.h"
 #include "expertmesh/v1/expert_service.grpc.pb.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
@@ -99,8 +100,9 @@ CallOutcome PendingForward::Wait() { return state_->outcome.get(); }
 
 struct ServerUnderTest::Stubs {
   explicit Stubs(const std::shared_ptr<grpc::Channel>& channel)
-      : service(channel), health(channel), reflection(channel) {}
+      : service(channel), admin(channel), health(channel), reflection(channel) {}
   v1::ExpertService::Stub service;
+  v1::AdminService::Stub admin;
   grpc::health::v1::Health::Stub health;
   grpc::reflection::v1alpha::ServerReflection::Stub reflection;
 };
@@ -200,6 +202,22 @@ absl::StatusOr<v1::ExplainResponse> ServerUnderTest::Explain(const v1::ExplainRe
   v1::ExplainResponse response;
   const grpc::Status status = stubs_->service.Explain(&context, request, &response);
   return ToStatusOr(status, std::move(response));
+}
+
+absl::StatusOr<v1::GetStatusResponse> ServerUnderTest::GetStatus() {
+  grpc::ClientContext context;
+  SetTimeout(&context, absl::Seconds(30));
+  v1::GetStatusResponse response;
+  const grpc::Status status = stubs_->admin.GetStatus(&context, {}, &response);
+  return ToStatusOr(status, std::move(response));
+}
+
+absl::Status ServerUnderTest::Drain() {
+  grpc::ClientContext context;
+  SetTimeout(&context, absl::Seconds(30));
+  v1::DrainResponse response;
+  const grpc::Status status = stubs_->admin.Drain(&context, {}, &response);
+  return ToStatusOr(status, std::move(response)).status();
 }
 
 std::string ServerUnderTest::Health(const std::string& service) {

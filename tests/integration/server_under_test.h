@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "expertmesh/v1/admin.pb.h"
 #include "expertmesh/v1/expert_service.pb.h"
 #include "tests/integration/process.h"
 
@@ -70,6 +71,8 @@ class ServerUnderTest {
   absl::StatusOr<v1::GetModelResponse> GetModel(const std::string& model);
   absl::StatusOr<v1::ListModelsResponse> ListModels();
   absl::StatusOr<v1::ExplainResponse> Explain(const v1::ExplainRequest& request);
+  absl::StatusOr<v1::GetStatusResponse> GetStatus();
+  absl::Status Drain();
   // "SERVING", "NOT_SERVING", "NOT_FOUND", or the error.
   std::string Health(const std::string& service);
   // Names that reflection lists.

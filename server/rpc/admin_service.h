@@ -1,0 +1,34 @@
+#ifndef EXPERTMESH_SERVER_RPC_ADMIN_SERVICE_H_
+#define EXPERTMESH_SERVER_RPC_ADMIN_SERVICE_H_
+
+#include <functional>
+#include <memory>
+
+#include "absl/time/time.h"
+#include "expertmesh/v1/admin.pb.h"
+#include "server/control/control_observer.h"
+#include "server/ops/server_metrics.h"
+
+namespace grpc {
+class Service;
+}
+
+namespace expertmesh {
+
+inline constexpr char kAdminServiceName[] = "expertmesh.v1.AdminService";
+
+struct AdminServiceOptions {
+  const ServerMetrics* metrics = nullptr;
+  // The status now; must not block.
+  std::function<v1::GetStatusResponse()> status;
+};
+
+// For operators. Drain is answered UNIMPLEMENTED: SIGTERM drains.
+std::unique_ptr<grpc::Service> NewAdminService(AdminServiceOptions options);
+
+// What control/ knows of a GetStatusResponse.
+void FillControlStatus(const ControlSnapshot& snapshot, v1::GetStatusResponse* response);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_RPC_ADMIN_SERVICE_H_
