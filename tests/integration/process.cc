@@ -271,4 +271,22 @@ std::string ServerProcess::DescribeLocked() const {
                       "---- its standard error ends:\n", Tail(stderr_.text), "----");
 }
 
+FinishedProcess RunToEnd(ServerProcess::Options options, absl::Duration timeout) {
+  FinishedProcess finished;
+  const auto process = ServerProcess::Start(std::move(options));
+  if (!process.ok()) {
+    ADD_FAILURE() << process.status();
+    return finished;
+  }
+  const absl::StatusOr<int> exit_code = (*process)->Wait(timeout);
+  if (!exit_code.ok()) {
+    ADD_FAILURE() << exit_code.status();
+    return finished;
+  }
+  finished.exit_code = *exit_code;
+  finished.out = (*process)->Stdout();
+  finished.err = (*process)->Stderr();
+  return finished;
+}
+
 }  // namespace expertmesh

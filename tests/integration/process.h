@@ -94,6 +94,17 @@ class ServerProcess {
   Output stderr_;
 };
 
+// What a program that ends by itself left behind.
+struct FinishedProcess {
+  int exit_code = -1;
+  std::string out;
+  std::string err;
+};
+
+// Runs a program to its end; fails the current test when that takes longer than `timeout`.
+FinishedProcess RunToEnd(ServerProcess::Options options,
+                         absl::Duration timeout = absl::Seconds(120));
+
 }  // namespace expertmesh
 
 #endif  // EXPERTMESH_TESTS_INTEGRATION_PROCESS_H_

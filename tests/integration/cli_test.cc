@@ -1,0 +1,161 @@
+// The command line client as a person runs it, against the real server.
+
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <filesystem>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "tests/integration/process.h"
+#include "tests/integration/server_under_test.h"
+
+namespace expertmesh {
+namespace {
+
+FinishedProcess Cli(std::vector<std::string> args) {
+  return RunToEnd({.path = SiblingBinary("expertmesh"), .args = std::move(args)});
+}
+
+bool Has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// A checkpoint that the CLI wrote and a server of two ranks that serves it.
+class CliTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    directory_ = testing::TempDir() + "/expertmesh_cli_XXXXXX";
+    ASSERT_NE(mkdtemp(directory_.data()), nullptr);
+    checkpoint_ = directory_ + "/tiny";
+    const FinishedProcess written =
+        Cli({"checkpoint", absl::StrCat("--out=", checkpoint_), "--hidden_size=48",
+             "--intermediate_size=40", "--num_experts=7", "--experts_per_token=3",
+             "--shard_bytes=50000"});
+    ASSERT_EQ(written.exit_code, 0) << written.err;
+    ASSERT_TRUE(std::filesystem::exists(checkpoint_ + "/model.safetensors.index.json"));
+    server_ = ServerUnderTest::Start({.checkpoint = checkpoint_, .args = {"--local_ranks=2"}});
+    ASSERT_NE(server_, nullptr);
+    target_ = absl::StrCat("--target=", server_->address());
+  }
+  void TearDown() override {
+    server_.reset();
+    std::filesystem::remove_all(directory_);
+  }
+
+  std::string directory_, checkpoint_, target_;
+  std::unique_ptr<ServerUnderTest> server_;
+};
+
+TEST_F(CliTest, ModelShowsATableOfLayers) {
+  const FinishedProcess model = Cli({"model", target_});
+  EXPECT_EQ(model.exit_code, 0) << model.err;
+  EXPECT_TRUE(Has(model.out, "Qwen3MoeForCausalLM, hidden size 48")) << model.out;
+  EXPECT_TRUE(Has(model.out, "  0-1                 7      3            40")) << model.out;
+  const FinishedProcess json = Cli({"model", "--json", target_});
+  EXPECT_EQ(nlohmann::json::parse(json.out)["layers"].size(), 2u) << json.out;
+}
+
+TEST_F(CliTest, ForwardAgreesWithTheCheckpointHoweverItIsRouted) {
+  for (const char* routing : {"topk", "logits", "gate"}) {
+    for (const char* dtype : {"float32", "float16", "bfloat16"}) {
+      SCOPED_TRACE(absl::StrCat(routing, " ", dtype));
+      const FinishedProcess forward =
+          Cli({"forward", "--tokens=9", "--layer=1", absl::StrCat("--routing=", routing),
+               absl::StrCat("--dtype=", dtype), absl::StrCat("--check=", checkpoint_), target_});
+      EXPECT_EQ(forward.exit_code, 0) << forward.out << forward.err;
+      EXPECT_TRUE(Has(forward.out, "check         ok: 432 values")) << forward.out;
+    }
+  }
+}
+
+TEST_F(CliTest, ACheckAgainstOtherWeightsFails) {
+  const std::string other = directory_ + "/other";
+  ASSERT_EQ(
+      Cli({"checkpoint", absl::StrCat("--out=", other), "--hidden_size=48",
+           "--intermediate_size=40", "--num_experts=7", "--experts_per_token=3", "--weight_seed=9"})
+          .exit_code,
+      0);
+  const FinishedProcess forward = Cli({"forward", absl::StrCat("--check=", other), target_});
+  EXPECT_EQ(forward.exit_code, 1);
+  EXPECT_TRUE(Has(forward.out, "check         FAILED")) << forward.out;
+}
+
+TEST_F(CliTest, OutputWrittenIsReadBackAsInput) {
+  for (const char* ending : {"npy", "safetensors"}) {
+    SCOPED_TRACE(ending);
+    const std::string file = absl::StrCat(directory_, "/x.", ending);
+    FinishedProcess written =
+        Cli({"forward", "--tokens=5", "--dtype=float32", absl::StrCat("--output=", file), target_});
+    ASSERT_EQ(written.exit_code, 0) << written.err;
+    const FinishedProcess read = Cli({"forward", absl::StrCat("--hidden=", file),
+                                      absl::StrCat("--check=", checkpoint_), target_});
+    EXPECT_EQ(read.exit_code, 0) << read.err;
+    EXPECT_TRUE(Has(read.out, "output [5, 48] float32")) << read.out;
+  }
+}
+
+TEST_F(CliTest, ExplainRunsNothing) {
+  const FinishedProcess explain =
+      Cli({"explain", "--tokens=6", "--routing=gate", "--json", target_});
+  ASSERT_EQ(explain.exit_code, 0) << explain.err;
+  const nlohmann::json answer = nlohmann::json::parse(explain.out);
+  EXPECT_EQ(answer["ranks"].size(), 2u);
+  EXPECT_EQ(answer["topk"], 3);
+  EXPECT_EQ(server_->Metric("expertmesh_steps_total"), 0);
+}
+
+TEST_F(CliTest, BenchCountsWhatTheServerCounts) {
+  const FinishedProcess bench =
+      Cli({"bench", "--tokens=3", "--concurrency=4", "--warmup=0s", "--duration=1s", "--samples=8",
+           "--json", absl::StrCat("--check=", checkpoint_), target_});
+  ASSERT_EQ(bench.exit_code, 0) << bench.err;
+  const nlohmann::json result = nlohmann::json::parse(bench.out);
+  EXPECT_GT(result["calls_ok"], 0);
+  EXPECT_TRUE(result["errors"].empty()) << bench.out;
+  EXPECT_EQ(result["verified"]["same_bytes"], 8);
+  EXPECT_EQ(result["verified"]["different_bytes"], 0);
+  EXPECT_EQ(result["verified"]["agree_with_checkpoint"], 8);
+  // Answered within the second, in flight at its end (at most 4), and alone for verification (8).
+  const double served = server_->Metric(R"(expertmesh_calls_total{code="OK",method="Forward"})");
+  EXPECT_GE(served, result["calls_ok"].get<double>() + 8);
+  EXPECT_LE(served, result["calls_ok"].get<double>() + 8 + 4);
+}
+
+TEST_F(CliTest, ErrorsReadLikeAdvice) {
+  FinishedProcess result = Cli({"forward", "--layer=7", target_});
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_TRUE(Has(result.err, "has no experts; layers that do: 0, 1")) << result.err;
+  result = Cli({"model", "--model=other", target_});
+  EXPECT_TRUE(Has(result.err, "reason: MODEL_NOT_FOUND")) << result.err;
+  EXPECT_TRUE(Has(result.err, "advice: `expertmesh model` lists")) << result.err;
+  result = Cli({"forward", "--expected_fingerprint=00", target_});
+  EXPECT_TRUE(Has(result.err, "reason: FINGERPRINT_MISMATCH")) << result.err;
+  server_.reset();
+  result = Cli({"model", "--max_attempts=1", target_});
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_TRUE(Has(result.err, "UNAVAILABLE")) << result.err;
+  EXPECT_TRUE(Has(result.err, "is the server up")) << result.err;
+}
+
+TEST(CliUsageTest, WrongWordsGetTheUsageAndExitTwo) {
+  FinishedProcess result = Cli({});
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_TRUE(Has(result.err, "usage: expertmesh <command>")) << result.err;
+  result = Cli({"froward"});
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_TRUE(Has(result.err, "there is no command 'froward'")) << result.err;
+  result = Cli({"help", "bench"});
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_TRUE(Has(result.out, "--concurrency=N")) << result.out;
+  result = Cli({"checkpoint"});
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_TRUE(Has(result.err, "--out is missing")) << result.err;
+}
+
+}  // namespace
+}  // namespace expertmesh
