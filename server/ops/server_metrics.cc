@@ -47,6 +47,9 @@ ServerMetrics::ServerMetrics(MetricsRegistry* registry) : registry_(registry) {
                                         "Bytes of Forward responses handed to gRPC", {});
   request_tokens = registry->AddCounter("expertmesh_request_tokens_total",
                                         "Tokens of Forward requests that passed validation", {});
+  copied_bytes = registry->AddCounter(
+      "expertmesh_payload_bytes_copied_total",
+      "Bytes of request payload gathered from gRPC's slices: its only copy before the ranks", {});
   ready = registry->AddGauge("expertmesh_ready", "1 while calls are served", {});
 
   tokens_in_flight = registry->AddGauge("expertmesh_tokens_in_flight",

@@ -42,6 +42,7 @@ struct ServerMetrics {
   Counter request_bytes;
   Counter response_bytes;
   Counter request_tokens;
+  Counter copied_bytes;
   Gauge ready;
 
   // control/

@@ -64,6 +64,7 @@ void ForwardReactor::Run(absl::StatusOr<const ServingBackend*> backend, bool may
   // The payload has been gathered: its slices are needed no more.
   request_->Clear();
   if (!request.ok()) return Answer(request.status());
+  environment_.metrics->copied_bytes.Increment(request->payload_bytes_copied);
   if (request->request_id.empty()) {
     request->request_id =
         absl::StrFormat("%016x-%d", backend_->group->incarnation(),

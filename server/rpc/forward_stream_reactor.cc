@@ -255,6 +255,7 @@ void ForwardStreamReactor::Run(const MessagePtr& message,
     return Answer(message, InvalidFieldError("request", "not set", "a ForwardRequest"));
   }
   DecodedForwardRequest& request = decoded->request;
+  environment_.metrics->copied_bytes.Increment(request.payload_bytes_copied);
   if (request.request_id.empty()) {
     request.request_id =
         absl::StrFormat("%016x-%d", message->backend->group->incarnation(),

@@ -150,8 +150,13 @@ TEST(CallControlTest, SixtyFourMebibytes) {
   many.mutable_topk()->add_ids(few.topk().ids(0));
   many.mutable_topk()->add_weights(few.topk().weights(0));
   ASSERT_GE(many.ByteSizeLong(), size_t{64} << 20);
+  constexpr char kCopied[] = "expertmesh_payload_bytes_copied_total";
+  const double copied_before = server->Metric(kCopied);
   const CallOutcome outcome = server->Forward(many, absl::Seconds(59));
   ASSERT_TRUE(outcome.ok()) << outcome;
+  EXPECT_EQ(server->Metric(kCopied) - copied_before,
+            static_cast<double>(many.hidden_states().data().size()) + 4.0 * many.topk().ids_size() +
+                4.0 * many.topk().weights_size());
   EXPECT_GT(outcome.response.served_by().num_steps(), 50);
   const std::string& output = outcome.response.output().data();
   ASSERT_EQ(static_cast<int64_t>(output.size()), num_tokens * row_bytes);
