@@ -21,7 +21,7 @@ packages=(
   libprotobuf-dev libgrpc++-dev libabsl-dev
   libspdlog-dev nlohmann-json3-dev prometheus-cpp-dev)
 test_packages=(
-  git libgtest-dev libgmock-dev libbenchmark-dev libdnnl-dev libboost-context-dev
+  git libgtest-dev libgmock-dev libbenchmark-dev libdnnl-dev libgloo-dev libboost-context-dev
   clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev)
 
 usage() {

@@ -52,8 +52,12 @@ struct Reply {
 };
 static_assert(sizeof(Reply) == 24);
 
-// Strangers may connect and say nothing; the oldest of them makes room for the next.
+// Strangers may connect and say nothing: so many are waited for at once, each for so long that no
+// rank is slower.
 constexpr size_t kMaxSilentConnections = 128;
+constexpr absl::Duration kPatienceForHello = absl::Seconds(1);
+// Lines in the log about strangers, so that they cannot fill it.
+constexpr int kMaxRefusalsLogged = 32;
 
 struct Peer {
   std::string address;
@@ -73,6 +77,7 @@ struct Outgoing {
 struct Incoming {
   UniqueFd fd;
   std::string from;
+  absl::Time accepted_at;
   Hello hello;
   size_t num_received = 0;
 };
@@ -204,21 +209,23 @@ class MeshConnector {
   }
 
   absl::Status PollOnce() {
-    std::vector<pollfd> polled{{listener_.get(), POLLIN, 0}};
+    const bool full = incoming_.size() >= kMaxSilentConnections;
+    std::vector<pollfd> polled{{listener_.get(), short(full ? 0 : POLLIN), 0}};
     for (const Outgoing& outgoing : outgoing_) {
       polled.push_back({outgoing.fd.get(), short(outgoing.said_hello ? POLLIN : POLLOUT), 0});
     }
     for (const Incoming& incoming : incoming_) polled.push_back({incoming.fd.get(), POLLIN, 0});
     const absl::Duration remaining =
-        std::clamp(params_.deadline - absl::Now(), absl::ZeroDuration(), absl::Minutes(1));
+        std::clamp(params_.deadline - absl::Now(), absl::ZeroDuration(),
+                   full ? kPatienceForHello : absl::Minutes(1));
     const int num_ready = poll(polled.data(), polled.size(),
                                static_cast<int>(absl::ToInt64Milliseconds(remaining)) + 1);
     if (num_ready < 0 && errno != EINTR) return SocketError("poll", "");
-    if (num_ready <= 0) {
-      if (absl::Now() < params_.deadline) return absl::OkStatus();
+    if (absl::Now() >= params_.deadline) {
       return absl::DeadlineExceededError(
           absl::StrCat("no connection with ranks ", absl::StrJoin(Missing(), ", ")));
     }
+    if (num_ready < 0) return absl::OkStatus();
     // Back to front, so that what is finished can be erased.
     for (size_t i = incoming_.size(); i-- > 0;) {
       if (polled[1 + outgoing_.size() + i].revents != 0 && ReadHello(incoming_[i])) {
@@ -232,30 +239,38 @@ class MeshConnector {
       if (*finished) outgoing_.erase(outgoing_.begin() + static_cast<ptrdiff_t>(i));
     }
     if (polled[0].revents != 0) Accept();
+    if (full) DropSilent();
     return absl::OkStatus();
   }
 
   void Accept() {
-    while (true) {
+    while (incoming_.size() < kMaxSilentConnections) {
       SocketAddress from;
       Incoming incoming;
       incoming.fd.reset(
           accept4(listener_.get(), from.data(), from.mutable_size(), SOCK_NONBLOCK | SOCK_CLOEXEC));
       if (!incoming.fd.valid()) return;
       incoming.from = from.ToString();
-      if (incoming_.size() >= kMaxSilentConnections) {
-        Refuse(incoming_.front(), "too many connections that say nothing");
-        incoming_.erase(incoming_.begin());
-      }
-      incoming_.push_back(std::move(incoming));
+      incoming.accepted_at = absl::Now();
+      if (!ReadHello(incoming)) incoming_.push_back(std::move(incoming));
     }
   }
 
-  void Refuse(const Incoming& incoming, absl::string_view why) const {
+  void DropSilent() {
+    const absl::Time too_old = absl::Now() - kPatienceForHello;
+    while (!incoming_.empty() && incoming_.front().accepted_at <= too_old) {
+      Refuse(incoming_.front(), "it says nothing, and others wait");
+      incoming_.erase(incoming_.begin());
+    }
+  }
+
+  void Refuse(const Incoming& incoming, absl::string_view why) {
+    if (++num_refused_ > kMaxRefusalsLogged) return;
     LogWarning("refused a connection to the communicator", {{"from", incoming.from},
                                                             {"why", why},
                                                             {"ep_rank", params_.ep_rank},
-                                                            {"epoch", params_.epoch}});
+                                                            {"epoch", params_.epoch},
+                                                            {"num_refused", num_refused_}});
   }
 
   // True when this connection is done with: it is a link now, or was refused.
@@ -352,7 +367,8 @@ class MeshConnector {
   Secret secret_ = {};
   UniqueFd listener_;
   std::vector<Outgoing> outgoing_;
-  std::vector<Incoming> incoming_;
+  std::vector<Incoming> incoming_;  // oldest first
+  int64_t num_refused_ = 0;
 };
 
 }  // namespace
