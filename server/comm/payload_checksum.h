@@ -6,9 +6,9 @@
 
 namespace expertmesh {
 
-// 64-bit checksum of bytes that come in pieces; faster than memory can bring them. Every change
-// that is confined to one aligned 8-byte word is found, others but for one in 2^64. Against
-// accidents, not attackers. The bytes are read in this machine's order: both ends must agree on it.
+// 64-bit checksum of bytes that come in pieces, about as fast as memory brings them. Every change
+// that is confined to one aligned 8-byte word is found, and nearly every other. Against accidents,
+// not attackers. The bytes are read in this machine's order: both ends must agree on it.
 class PayloadChecksum {
  public:
   static constexpr int64_t kBlockBytes = 64;

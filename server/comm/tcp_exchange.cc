@@ -25,9 +25,13 @@ struct Notice {
 
 constexpr uint64_t kWakeKey = std::numeric_limits<uint64_t>::max();
 
-// A rank that gave up says so before it closes its connections, but on another connection than the
+// A rank that gives up says so before it closes its connections, but on another connection than the
 // one that broke: this long for the words to arrive.
 constexpr std::chrono::seconds kPatienceForReason{1};
+
+// A rank may leave once it has finished an operation, and its last bytes be overtaken by its
+// farewell: this long for them to arrive, so that the others finish too.
+constexpr std::chrono::milliseconds kPatienceForLastBytes{100};
 
 // An operation's starter moves this much itself before it leaves the rest to the own thread.
 constexpr int kRoundsOfStarter = 1;
@@ -155,7 +159,11 @@ void TcpExchange::Run() {
   std::vector<epoll_event> events(64);
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_) {
-    wake_at_ = NextDeadline();
+    // Without an operation, an alarm that is set already stays, so that the next operation, whose
+    // deadline is later, need not wake this thread to set one.
+    const Time deadline = NextDeadline();
+    if (deadline != Time::max() || alarm_ <= std::chrono::steady_clock::now()) alarm_ = deadline;
+    wake_at_ = alarm_;
     int timeout_millis = -1;
     if (wake_at_ != Time::max()) {
       const auto remaining =
@@ -195,7 +203,7 @@ void TcpExchange::WakeBy(Time time) {
 
 TcpExchange::Time TcpExchange::NextDeadline() const {
   if (!broken_.ok()) return Time::max();
-  return std::min(current_ == nullptr ? Time::max() : deadline_, failed_deadline_);
+  return std::min(current_ == nullptr ? Time::max() : deadline_, loss_deadline_);
 }
 
 // True if Advance has something to do without waiting for a socket.
@@ -232,8 +240,9 @@ void TcpExchange::ReadNotice(int32_t rank) {
     if (moved < 0 && errno == EINTR) continue;
     if (moved < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
     if (moved <= 0) {
-      BreakLocked(absl::UnavailableError(absl::StrCat(
-          "rank ", rank, " is lost: ", moved == 0 ? "connection closed" : strerror(errno))));
+      PeerLeft(link, absl::UnavailableError(absl::StrCat(
+                         "rank ", rank,
+                         " is lost: ", moved == 0 ? "connection closed" : strerror(errno))));
       return;
     }
     link.notice.append(bytes, static_cast<size_t>(moved));
@@ -247,9 +256,31 @@ void TcpExchange::ReadNotice(int32_t rank) {
       return;
     }
     if (link.notice.size() < sizeof(notice) + notice.message_bytes) continue;
-    BreakLocked(absl::Status(static_cast<absl::StatusCode>(notice.code),
-                             link.notice.substr(sizeof(notice), notice.message_bytes)));
+    const absl::Status status(static_cast<absl::StatusCode>(notice.code),
+                              link.notice.substr(sizeof(notice), notice.message_bytes));
+    if (absl::IsUnavailable(status)) {
+      PeerLeft(link, status);
+      return;
+    }
+    BreakLocked(status);
   }
+}
+
+void TcpExchange::PeerLeft(Link& link, const absl::Status& status) {
+  if (link.failed) {
+    BreakLocked(status);  // it will send nothing more
+  } else if (!link.left) {
+    link.left = true;
+    Lose(status, kPatienceForLastBytes);
+  }
+}
+
+// The exchange will break with `status`, unless a better reason comes: as soon as no operation is
+// left that might still end well, but at the latest after `patience`.
+void TcpExchange::Lose(const absl::Status& status, std::chrono::nanoseconds patience) {
+  if (loss_.ok()) loss_ = status;
+  loss_deadline_ = std::min(loss_deadline_, std::chrono::steady_clock::now() + patience);
+  WakeBy(loss_deadline_);
 }
 
 int64_t TcpExchange::SendBytes(const Operation& operation, int32_t rank) const {
@@ -355,11 +386,11 @@ bool TcpExchange::AdvanceLink(int32_t rank) {
   if (link.failed) return false;
   const auto failed = [&](const absl::Status& status) {
     link.failed = true;
-    if (failed_deadline_ == Time::max()) {
-      failed_status_ =
-          absl::UnavailableError(absl::StrCat("rank ", rank, " is lost: ", status.message()));
-      failed_deadline_ = std::chrono::steady_clock::now() + kPatienceForReason;
-      WakeBy(failed_deadline_);
+    if (link.left) {
+      BreakLocked(loss_);
+    } else {
+      Lose(absl::UnavailableError(absl::StrCat("rank ", rank, " is lost: ", status.message())),
+           kPatienceForReason);
     }
   };
   bool moved = false;
@@ -432,6 +463,7 @@ void TcpExchange::FinishIfComplete() {
   }
   signals_.emplace_back(current_->done, absl::OkStatus());
   current_ = nullptr;
+  if (!loss_.ok()) BreakLocked(loss_);
 }
 
 std::string TcpExchange::Unfinished() const {
@@ -446,8 +478,8 @@ std::string TcpExchange::Unfinished() const {
 void TcpExchange::CheckTime() {
   if (!broken_.ok()) return;
   const Time now = std::chrono::steady_clock::now();
-  if (now >= failed_deadline_) {
-    BreakLocked(failed_status_);
+  if (!loss_.ok() && (current_ == nullptr || now >= loss_deadline_)) {
+    BreakLocked(loss_);
   } else if (current_ != nullptr && now >= deadline_) {
     BreakLocked(absl::DeadlineExceededError(
         absl::StrCat("rank ", ep_rank_, " still waits for ranks ", Unfinished(), " after ",

@@ -71,6 +71,7 @@ class TcpExchange {
     bool readable = true;  // data: the socket may have bytes
     bool writable = true;
     bool failed = false;   // data: broke; the control connection will tell why
+    bool left = false;     // control: the peer said farewell, or is gone
     bool checked = false;  // the current operation's message arrived whole and right
   };
 
@@ -81,6 +82,8 @@ class TcpExchange {
   void WakeBy(Time time);
   void HandleSocket(uint64_t key, uint32_t events);
   void ReadNotice(int32_t rank);
+  void PeerLeft(Link& link, const absl::Status& status);
+  void Lose(const absl::Status& status, std::chrono::nanoseconds patience);
   void BeginNext();
   void CopyOwnBlock(const Operation& operation) const;
   void Advance(int max_rounds);
@@ -107,11 +110,12 @@ class TcpExchange {
   std::map<int64_t, std::shared_ptr<Operation>> started_;
   int64_t next_sequence_ = 0;  // of the operation after current_
   std::shared_ptr<Operation> current_;
-  uint64_t imbalance_ = 0;              // sum of the headers that have come, and the own one
-  Time deadline_ = Time::max();         // of current_
-  Time failed_deadline_ = Time::max();  // for the reason of a broken data connection
-  absl::Status failed_status_;
+  uint64_t imbalance_ = 0;       // sum of the headers that have come, and the own one
+  Time deadline_ = Time::max();  // of current_
+  absl::Status loss_;  // a peer is gone, but current_ may still end well, or a reason come
+  Time loss_deadline_ = Time::max();
   Time wake_at_ = Time::max();  // when the thread will wake by itself
+  Time alarm_ = Time::max();    // Run's own: when it last meant to wake
   bool stopping_ = false;
   Signals signals_;  // to be sent when the mutex is free
 

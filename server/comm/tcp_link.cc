@@ -12,6 +12,8 @@
 namespace expertmesh {
 namespace {
 
+constexpr int64_t kLowWaterBytes = int64_t{128} << 10;
+
 // The parts of a message that lie in [begin, end), as system calls want them. Returns their number.
 template <typename Byte>
 int Parts(TcpMessageHeader& header, int64_t header_bytes, Byte* payload, int64_t payload_bytes,
@@ -85,6 +87,19 @@ absl::StatusOr<bool> TcpLink::Send() {
   return true;
 }
 
+// Of a large payload, lets the socket be readable only once a good piece of it is there, so that
+// the thread that waits is not woken for every packet.
+void TcpLink::WaitForBytes() {
+  const int64_t low_water =
+      receive_.done ? 1 : std::clamp(receive_.total() - receive_.moved, int64_t{1}, kLowWaterBytes);
+  // A small message is worth no system call.
+  if (low_water == low_water_ || (low_water < kLowWaterBytes && low_water_ == 1)) return;
+  const auto value = static_cast<int>(low_water);
+  if (setsockopt(fd_.get(), SOL_SOCKET, SO_RCVLOWAT, &value, sizeof(value)) == 0) {
+    low_water_ = low_water;
+  }
+}
+
 absl::StatusOr<bool> TcpLink::Receive() {
   if (receive_.done || (header_received() && !header_checked_)) return false;
   const int64_t limit = std::min(receive_.total(), receive_.moved + kSliceBytes);
@@ -99,7 +114,10 @@ absl::StatusOr<bool> TcpLink::Receive() {
     moved = recvmsg(fd_.get(), &message, MSG_DONTWAIT);
   } while (moved < 0 && errno == EINTR);
   if (moved < 0) {
-    if (errno == EAGAIN || errno == EWOULDBLOCK) return false;
+    if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      WaitForBytes();
+      return false;
+    }
     return Broken(strerror(errno));
   }
   if (moved == 0) return Broken("closed by the peer");
@@ -117,6 +135,7 @@ absl::StatusOr<bool> TcpLink::Receive() {
     receive_.hashed += fresh;
   }
   receive_.done = receive_.moved == receive_.total();
+  if (receive_.done) WaitForBytes();
   return true;
 }
 

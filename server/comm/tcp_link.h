@@ -36,7 +36,7 @@ static_assert(sizeof(TcpMessageHeader) == 56);
 class TcpLink {
  public:
   // Bytes that one call of Send or Receive moves at most, so that no peer keeps the others waiting.
-  static constexpr int64_t kSliceBytes = int64_t{512} << 10;
+  static constexpr int64_t kSliceBytes = int64_t{1024} << 10;
 
   // Takes over a connected, non-blocking socket.
   explicit TcpLink(UniqueFd fd) : fd_(std::move(fd)) {}
@@ -84,7 +84,10 @@ class TcpLink {
     int64_t total() const { return kHeaderBytes + payload_bytes + kTrailerBytes; }
   };
 
+  void WaitForBytes();
+
   UniqueFd fd_;
+  int64_t low_water_ = 1;  // the socket is readable from so many bytes on
   Message<const std::byte> send_;
   Message<std::byte> receive_;
   bool header_checked_ = false;

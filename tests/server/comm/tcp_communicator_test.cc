@@ -97,6 +97,33 @@ TEST(TcpCommunicatorTest, LeavesNoDescriptorAndNoThread) {
   EXPECT_EQ(NumEntries("/proc/self/task"), num_threads);
 }
 
+// A rank that has finished may go at once: the others finish too.
+TEST(TcpCommunicatorTest, LeavingRightAfterAnOperation) {
+  for (int round = 0; round < 30; ++round) {
+    auto communicators = NewGroup(3);
+    const std::vector<std::byte> send(3 * 30000, std::byte{7});
+    const std::vector<int64_t> bytes(3, 30000);
+    std::vector<absl::Status> statuses(3);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < 3; ++rank) {
+      threads.emplace_back([&, rank] {
+        std::vector<std::byte> receive(send.size());
+        AllToAllVParams params;
+        params.send = send.data();
+        params.send_bytes = bytes;
+        params.receive = receive.data();
+        params.receive_bytes = bytes;
+        const auto stream = NewInlineHostStream();
+        statuses[rank] = communicators[rank]->AllToAllV(params, *stream);
+        statuses[rank].Update(stream->Wait(absl::Now() + absl::Seconds(60)));
+        communicators[rank].reset();
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const absl::Status& status : statuses) ASSERT_TRUE(status.ok()) << status;
+  }
+}
+
 // The deadline is the communicator's own; the rank that never came learns it too.
 TEST(TcpCommunicatorTest, OperationTimeout) {
   auto communicators = NewGroup(3, absl::Milliseconds(50));
