@@ -43,6 +43,7 @@ std::vector<TokenShard> CutShards(absl::Span<const StepPiece> pieces,
         const ForwardCall& call = *piece.call->call;
         shards[rank].rows.push_back(
             {call.hidden_states.data() + row * RowBytes(call, call.activation_dtype), rows});
+        shards[rank].owners.push_back(piece.call);
       });
   return shards;
 }

@@ -15,6 +15,9 @@ namespace expertmesh {
 // StepSlice::num_source_tokens.
 struct TokenShard {
   std::vector<RowSpan> rows;
+  // [rows.size()], or empty: what keeps each span's memory, for who may need it after the step has
+  // ended (a rank that is another process).
+  std::vector<std::shared_ptr<const void>> owners;
 };
 
 // A rank's combined outputs, [num_source_tokens, hidden_size] in the step's

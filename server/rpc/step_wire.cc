@@ -1,0 +1,258 @@
+#include "server/rpc/step_wire.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/base/checked_math.h"
+#include "server/ops/call_error.h"
+#include "server/rpc/payload_message.h"
+#include "server/rpc/status_mapping.h"
+#include "server/rpc/wire_enums.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr PayloadPath kSlicePath = {v1::RunStepsResponse::kSliceFieldNumber,
+                                    v1::StepSlice::kShardFieldNumber, v1::Tensor::kDataFieldNumber};
+constexpr PayloadPath kResultPath = {v1::RunStepsRequest::kResultFieldNumber,
+                                     v1::StepResult::kOutputFieldNumber,
+                                     v1::Tensor::kDataFieldNumber};
+
+using PackedInts = google::protobuf::RepeatedField<int32_t>;
+using PackedFloats = google::protobuf::RepeatedField<float>;
+
+// False when an entry does not fit the wire.
+bool Pack(absl::Span<const int64_t> values, PackedInts* packed) {
+  packed->Reserve(static_cast<int>(values.size()));
+  for (const int64_t value : values) {
+    if (value < 0 || value > std::numeric_limits<int32_t>::max()) return false;
+    packed->AddAlreadyReserved(static_cast<int32_t>(value));
+  }
+  return true;
+}
+
+template <typename T>
+void PackSame(const std::vector<T>& values, google::protobuf::RepeatedField<T>* packed) {
+  packed->Add(values.begin(), values.end());
+}
+
+template <typename To, typename From>
+std::vector<To> Unpack(const google::protobuf::RepeatedField<From>& packed) {
+  return std::vector<To>(packed.begin(), packed.end());
+}
+
+absl::StatusOr<v1::StepSlice> ToWire(const StepSlice& slice, absl::Duration timeout) {
+  const StepHeader& header = slice.header;
+  v1::StepSlice wire;
+  wire.set_incarnation(header.incarnation);
+  wire.set_epoch(header.epoch);
+  wire.set_step(header.step);
+  wire.set_model(header.model);
+  wire.set_layer(header.layer);
+  wire.set_strategy(DispatchModeToWire(header.strategy));
+  wire.set_combine(header.combine == CombineMode::kPerExpert ? v1::COMBINE_PER_EXPERT
+                                                             : v1::COMBINE_PER_OWNER);
+  wire.set_combine_dtype(DTypeToWire(header.combine_dtype));
+  wire.set_output_dtype(DTypeToWire(header.output_dtype));
+  wire.set_apply_router_weight_on_input(header.apply_router_weight_on_input);
+  wire.set_timeout_micros(absl::ToInt64Microseconds(timeout));
+  const bool fits = Pack(slice.send_counts, wire.mutable_send_counts()) &&
+                    Pack(slice.recv_counts, wire.mutable_recv_counts()) &&
+                    Pack(slice.pair_offsets, wire.mutable_pair_offsets()) &&
+                    Pack(slice.return_send_counts, wire.mutable_return_send_counts()) &&
+                    Pack(slice.return_recv_counts, wire.mutable_return_recv_counts()) &&
+                    Pack(slice.sum_offsets, wire.mutable_sum_offsets()) &&
+                    Pack(slice.sum_rows, wire.mutable_sum_rows());
+  if (!fits) return absl::InvalidArgumentError("slice: a count is no int32");
+  PackSame(slice.send_rows, wire.mutable_send_rows());
+  PackSame(slice.pair_local_expert, wire.mutable_pair_local_experts());
+  PackSame(slice.pair_k, wire.mutable_pair_ks());
+  PackSame(slice.pair_weights, wire.mutable_pair_weights());
+  PackSame(slice.sum_weights, wire.mutable_sum_weights());
+  return wire;
+}
+
+absl::StatusOr<DispatchMode> StrategyFromWire(v1::DispatchMode mode) {
+  for (const DispatchMode known : {DispatchMode::kPassthrough, DispatchMode::kAllToAll,
+                                   DispatchMode::kAllGatherReduceScatter, DispatchMode::kDirect}) {
+    if (DispatchModeToWire(known) == mode) return known;
+  }
+  return InvalidFieldError("slice.strategy", static_cast<int>(mode), "a strategy");
+}
+
+absl::StatusOr<StepSlice> FromWire(const v1::StepSlice& wire) {
+  StepSlice slice;
+  StepHeader& header = slice.header;
+  header.incarnation = wire.incarnation();
+  header.epoch = wire.epoch();
+  header.step = wire.step();
+  header.model = wire.model();
+  header.layer = wire.layer();
+  const absl::StatusOr<DispatchMode> strategy = StrategyFromWire(wire.strategy());
+  if (!strategy.ok()) return strategy.status();
+  header.strategy = *strategy;
+  if (wire.combine() != v1::COMBINE_PER_OWNER && wire.combine() != v1::COMBINE_PER_EXPERT) {
+    return InvalidFieldError("slice.combine", static_cast<int>(wire.combine()), "1 or 2");
+  }
+  header.combine =
+      wire.combine() == v1::COMBINE_PER_EXPERT ? CombineMode::kPerExpert : CombineMode::kSum;
+  header.activation_dtype = DTypeFromWire(wire.shard().dtype());
+  header.combine_dtype = DTypeFromWire(wire.combine_dtype());
+  header.output_dtype = DTypeFromWire(wire.output_dtype());
+  header.apply_router_weight_on_input = wire.apply_router_weight_on_input();
+  slice.send_counts = Unpack<int64_t>(wire.send_counts());
+  slice.send_rows = Unpack<int32_t>(wire.send_rows());
+  slice.recv_counts = Unpack<int64_t>(wire.recv_counts());
+  slice.pair_offsets = Unpack<int64_t>(wire.pair_offsets());
+  slice.pair_local_expert = Unpack<int32_t>(wire.pair_local_experts());
+  slice.pair_k = Unpack<int32_t>(wire.pair_ks());
+  slice.pair_weights = Unpack<float>(wire.pair_weights());
+  slice.return_send_counts = Unpack<int64_t>(wire.return_send_counts());
+  slice.return_recv_counts = Unpack<int64_t>(wire.return_recv_counts());
+  slice.sum_offsets = Unpack<int64_t>(wire.sum_offsets());
+  slice.sum_rows = Unpack<int64_t>(wire.sum_rows());
+  slice.sum_weights = Unpack<float>(wire.sum_weights());
+  return slice;
+}
+
+v1::Tensor RowsTensor(DType dtype, int64_t num_rows, int64_t hidden_size) {
+  v1::Tensor tensor;
+  tensor.set_dtype(DTypeToWire(dtype));
+  tensor.add_shape(num_rows);
+  tensor.add_shape(hidden_size);
+  return tensor;
+}
+
+// Rows of an activation type, as many bytes as they say.
+absl::Status CheckRows(const char* field, const v1::Tensor& tensor, const Buffer& data) {
+  const DType dtype = DTypeFromWire(tensor.dtype());
+  if (!IsActivationDType(dtype)) {
+    return InvalidFieldError(absl::StrCat(field, ".dtype"), static_cast<int>(tensor.dtype()),
+                             "an activation type");
+  }
+  if (tensor.shape_size() != 2 || tensor.shape(0) < 0 || tensor.shape(1) < 1) {
+    return InvalidFieldError(absl::StrCat(field, ".shape"), tensor.ShortDebugString(),
+                             "[rows, hidden_size]");
+  }
+  const std::optional<int64_t> size_bytes =
+      CheckedSizeProduct({tensor.shape(0), tensor.shape(1), DTypeBytes(dtype)});
+  if (!size_bytes.has_value() || *size_bytes != data.size_bytes()) {
+    return InvalidFieldError(
+        absl::StrCat(field, ".data"), absl::StrCat(data.size_bytes(), " bytes"),
+        absl::StrCat(tensor.shape(0), " x ", tensor.shape(1), " ", std::string(DTypeName(dtype))));
+  }
+  return absl::OkStatus();
+}
+
+// The outermost message, the one in it, and the tensor in that, which `tensor` gives.
+template <typename Outer, typename Inner>
+absl::Status ParseHeads(const PayloadMessage& parts, Outer* outer, Inner* inner,
+                        v1::Tensor* (Inner::*tensor)()) {
+  if (outer->ParseFromString(parts.heads[0]) && inner->ParseFromString(parts.heads[1]) &&
+      (inner->*tensor)()->ParseFromString(parts.heads[2])) {
+    return absl::OkStatus();
+  }
+  return CallError(ErrorReason::kMalformedMessage, "a message of the rank link is malformed");
+}
+
+}  // namespace
+
+absl::StatusOr<grpc::ByteBuffer> EncodeSlice(const StepSlice& slice, const TokenShard& shard,
+                                             int64_t hidden_size, absl::Duration timeout) {
+  const absl::StatusOr<v1::StepSlice> wire = ToWire(slice, timeout);
+  if (!wire.ok()) return wire.status();
+  std::vector<OutputSpan> spans;
+  spans.reserve(shard.rows.size());
+  for (size_t i = 0; i < shard.rows.size(); ++i) {
+    const std::optional<int64_t> size_bytes = CheckedSizeProduct(
+        {shard.rows[i].num_rows, hidden_size, DTypeBytes(slice.header.activation_dtype)});
+    if (!size_bytes.has_value()) return absl::InvalidArgumentError("shard: sizes overflow");
+    spans.push_back(
+        {shard.rows[i].data, *size_bytes, i < shard.owners.size() ? shard.owners[i] : nullptr});
+  }
+  const v1::Tensor tensor =
+      RowsTensor(slice.header.activation_dtype, slice.num_source_tokens, hidden_size);
+  return EncodePayloadMessage(kSlicePath,
+                              {"", wire->SerializeAsString(), tensor.SerializeAsString()}, spans);
+}
+
+absl::StatusOr<ReceivedCommand> DecodeCommand(grpc::ByteBuffer* message, Allocator* allocator) {
+  absl::StatusOr<PayloadMessage> parts = DecodePayloadMessage(message, kSlicePath, allocator);
+  if (!parts.ok()) return parts.status();
+  ReceivedCommand command;
+  v1::StepSlice wire;
+  absl::Status status = ParseHeads(*parts, &command.other, &wire, &v1::StepSlice::mutable_shard);
+  if (!status.ok() || parts->depth == 0) {
+    if (!status.ok()) return status;
+    return command;
+  }
+  command.other.Clear();
+  status = CheckRows("slice.shard", wire.shard(), parts->payload);
+  if (!status.ok()) return status;
+  absl::StatusOr<StepSlice> slice = FromWire(wire);
+  if (!slice.ok()) return slice.status();
+  ReceivedSlice& received = command.slice.emplace();
+  received.slice = *std::move(slice);
+  received.slice.num_source_tokens = wire.shard().shape(0);
+  received.hidden_size = wire.shard().shape(1);
+  received.timeout = absl::Microseconds(wire.timeout_micros());
+  received.shard = std::move(parts->payload);
+  return command;
+}
+
+absl::StatusOr<grpc::ByteBuffer> EncodeStepResult(const StepHeader& header, int64_t hidden_size,
+                                                  const absl::StatusOr<RankStepResult>& result) {
+  v1::RunStepsRequest request;
+  v1::StepResult& wire = *request.mutable_result();
+  wire.set_incarnation(header.incarnation);
+  wire.set_epoch(header.epoch);
+  wire.set_step(header.step);
+  if (!result.ok()) {
+    *wire.mutable_status() = ToRpcStatus(result.status());
+    const grpc::Slice slice(request.SerializeAsString());
+    return grpc::ByteBuffer(&slice, 1);
+  }
+  wire.mutable_timings()->set_dispatch_micros(result->timings.dispatch_micros);
+  wire.mutable_timings()->set_compute_micros(result->timings.compute_micros);
+  wire.mutable_timings()->set_combine_micros(result->timings.combine_micros);
+  const ShardOutput& output = result->output;
+  const std::optional<int64_t> size_bytes =
+      CheckedSizeProduct({output.num_rows, hidden_size, DTypeBytes(header.output_dtype)});
+  if (!size_bytes.has_value()) return absl::InvalidArgumentError("output: sizes overflow");
+  const OutputSpan span = {output.rows, *size_bytes, output.arena};
+  const v1::Tensor tensor = RowsTensor(header.output_dtype, output.num_rows, hidden_size);
+  return EncodePayloadMessage(kResultPath,
+                              {"", wire.SerializeAsString(), tensor.SerializeAsString()},
+                              absl::MakeConstSpan(&span, 1));
+}
+
+absl::StatusOr<ReceivedEvent> DecodeEvent(grpc::ByteBuffer* message, Allocator* allocator) {
+  absl::StatusOr<PayloadMessage> parts = DecodePayloadMessage(message, kResultPath, allocator);
+  if (!parts.ok()) return parts.status();
+  ReceivedEvent event;
+  v1::StepResult wire;
+  absl::Status status = ParseHeads(*parts, &event.other, &wire, &v1::StepResult::mutable_output);
+  if (!status.ok()) return status;
+  if (parts->depth == 0) return event;
+  event.other.Clear();
+  ReceivedResult& received = event.result.emplace();
+  received.incarnation = wire.incarnation();
+  received.epoch = wire.epoch();
+  received.step = wire.step();
+  received.timings = {wire.timings().dispatch_micros(), wire.timings().compute_micros(),
+                      wire.timings().combine_micros()};
+  received.status = FromRpcStatus(wire.status());
+  if (!received.status.ok()) return event;
+  status = CheckRows("result.output", wire.output(), parts->payload);
+  if (!status.ok()) return status;
+  received.dtype = DTypeFromWire(wire.output().dtype());
+  received.num_rows = wire.output().shape(0);
+  received.hidden_size = wire.output().shape(1);
+  received.output = std::move(parts->payload);
+  return event;
+}
+
+}  // namespace expertmesh
