@@ -253,13 +253,15 @@ class ForwardStream::Reactor final
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
 };
 
-ForwardStream::ForwardStream(std::shared_ptr<Reactor> reactor) : reactor_(std::move(reactor)) {}
+ForwardStream::ForwardStream(std::shared_ptr<grpc::GenericStub> stub,
+                             std::shared_ptr<Reactor> reactor)
+    : stub_(std::move(stub)), reactor_(std::move(reactor)) {}
 
 std::unique_ptr<ForwardStream> ForwardStream::Open(std::shared_ptr<grpc::GenericStub> stub,
                                                    const ForwardStreamOptions& options) {
   auto reactor = std::make_shared<Reactor>(options);
-  reactor->Start(std::move(stub));
-  return std::unique_ptr<ForwardStream>(new ForwardStream(std::move(reactor)));
+  reactor->Start(stub);
+  return std::unique_ptr<ForwardStream>(new ForwardStream(std::move(stub), std::move(reactor)));
 }
 
 ForwardStream::~ForwardStream() {

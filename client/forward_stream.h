@@ -68,7 +68,9 @@ class ForwardStream {
 
  private:
   class Reactor;
-  explicit ForwardStream(std::shared_ptr<Reactor> reactor);
+  ForwardStream(std::shared_ptr<grpc::GenericStub> stub, std::shared_ptr<Reactor> reactor);
+  // The channel's last reference must go on a caller's thread, not on one of gRPC's.
+  const std::shared_ptr<grpc::GenericStub> stub_;
   const std::shared_ptr<Reactor> reactor_;
 };
 

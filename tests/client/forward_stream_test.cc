@@ -181,6 +181,22 @@ TEST_F(ForwardStreamTest, TheDestructorAnswersEverything) {
   EXPECT_EQ(results_.size(), 10u);
 }
 
+TEST_F(ForwardStreamTest, OutlivesItsClient) {
+  for (int i = 0; i < 20; ++i) {
+    Open();
+    client_.reset();
+    ASSERT_TRUE(Send(1).ok());
+    server_.controller().AwaitHeld(1);
+    ASSERT_TRUE(server_.controller().Answer("1"));
+    ExpectAnswer(1);
+    // Ended by itself, or by its destructor: either way its channel goes on this thread.
+    if (i % 2 == 0) {
+      EXPECT_TRUE(stream_->Finish().ok());
+    }
+    stream_.reset();
+  }
+}
+
 TEST_F(ForwardStreamTest, AServerThatGoesAnswersEverything) {
   Open();
   for (uint64_t seq = 0; seq < 10; ++seq) ASSERT_TRUE(Send(seq).ok());
