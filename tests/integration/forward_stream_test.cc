@@ -314,10 +314,12 @@ TEST_F(SlowStreamTest, DrainFinishesWhatIsInFlight) {
     EXPECT_TRUE(details.ParseFromString(status.error_details()));
     EXPECT_EQ(ReasonOf(details), "DRAINING");
   }
-  const auto exit = server->process().Wait(absl::Seconds(30));
+  EXPECT_LT(absl::Now() - finished, absl::Seconds(4)) << "nothing was left to wait for";
+  // gRPC itself may take seconds to leave: for connections that nobody polls, or whose writes had
+  // to wait.
+  const auto exit = server->process().Wait(absl::Seconds(60));
   ASSERT_TRUE(exit.ok()) << exit.status();
   EXPECT_EQ(*exit, 0);
-  EXPECT_LT(absl::Now() - finished, absl::Seconds(4)) << "nothing was left to wait for";
 }
 
 TEST(ForwardStreamIntegrationTest, ClientsThatNeverReadHoldLittleAndStopNobody) {
