@@ -21,8 +21,6 @@
 namespace expertmesh {
 namespace {
 
-constexpr char kService[] = "/expertmesh.v1.ExpertService/";
-
 grpc::ChannelArguments ChannelArgs(const ExpertClientOptions& options) {
   const int max_bytes =
       static_cast<int>(std::clamp<int64_t>(options.max_message_bytes, 1, INT_MAX));
@@ -78,8 +76,8 @@ struct ExpertClient::Connection {
     }
     absl::StatusOr<grpc::ByteBuffer> answer = absl::UnknownError("no answer yet");
     absl::Notification answered;
-    RetryingCall::Start(stub, absl::StrCat(kService, method), std::move(bytes), retry,
-                        absl::Now() + call.timeout, [&](absl::StatusOr<grpc::ByteBuffer> result) {
+    RetryingCall::Start(stub, method, std::move(bytes), retry, absl::Now() + call.timeout,
+                        [&](absl::StatusOr<grpc::ByteBuffer> result) {
                           answer = std::move(result);
                           answered.Notify();
                         });
@@ -137,7 +135,7 @@ void ExpertClient::ForwardAsync(const ForwardInput& input, const CallOptions& ca
   absl::StatusOr<grpc::ByteBuffer> bytes = EncodeForwardRequest(input);
   if (!bytes.ok()) return done(bytes.status());
   connection_->Begin();
-  RetryingCall::Start(connection_->stub, absl::StrCat(kService, "Forward"), *std::move(bytes),
+  RetryingCall::Start(connection_->stub, "/expertmesh.v1.ExpertService/Forward", *std::move(bytes),
                       connection_->retry, absl::Now() + call.timeout,
                       [connection = connection_,
                        done = std::move(done)](absl::StatusOr<grpc::ByteBuffer> answer) mutable {
@@ -168,17 +166,24 @@ absl::StatusOr<v1::GetModelResponse> ExpertClient::GetModel(const std::string& m
                                                             const CallOptions& call) {
   v1::GetModelRequest request;
   request.set_model(model);
-  return connection_->Call<v1::GetModelRequest, v1::GetModelResponse>("GetModel", request, call);
+  return connection_->Call<v1::GetModelRequest, v1::GetModelResponse>(
+      "/expertmesh.v1.ExpertService/GetModel", request, call);
 }
 
 absl::StatusOr<v1::ListModelsResponse> ExpertClient::ListModels(const CallOptions& call) {
   return connection_->Call<v1::ListModelsRequest, v1::ListModelsResponse>(
-      "ListModels", v1::ListModelsRequest(), call);
+      "/expertmesh.v1.ExpertService/ListModels", v1::ListModelsRequest(), call);
 }
 
 absl::StatusOr<v1::ExplainResponse> ExpertClient::Explain(const v1::ExplainRequest& request,
                                                           const CallOptions& call) {
-  return connection_->Call<v1::ExplainRequest, v1::ExplainResponse>("Explain", request, call);
+  return connection_->Call<v1::ExplainRequest, v1::ExplainResponse>(
+      "/expertmesh.v1.ExpertService/Explain", request, call);
+}
+
+absl::StatusOr<v1::GetStatusResponse> ExpertClient::GetStatus(const CallOptions& call) {
+  return connection_->Call<v1::GetStatusRequest, v1::GetStatusResponse>(
+      "/expertmesh.v1.AdminService/GetStatus", v1::GetStatusRequest(), call);
 }
 
 }  // namespace expertmesh

@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "client/forward_input.h"
+#include "expertmesh/v1/admin.pb.h"
 #include "client/forward_stream.h"
 
 namespace expertmesh {
@@ -80,6 +81,8 @@ class ExpertClient {
   absl::StatusOr<v1::ListModelsResponse> ListModels(const CallOptions& call = {});
   absl::StatusOr<v1::ExplainResponse> Explain(const v1::ExplainRequest& request,
                                               const CallOptions& call = {});
+  // For operators; UNIMPLEMENTED where the server does not allow it on this port (--allow_admin).
+  absl::StatusOr<v1::GetStatusResponse> GetStatus(const CallOptions& call = {});
 
  private:
   struct Connection;

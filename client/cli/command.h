@@ -17,6 +17,7 @@ struct Command {
 extern const Command kForwardCommand;
 extern const Command kModelCommand;
 extern const Command kExplainCommand;
+extern const Command kStatusCommand;
 extern const Command kBenchCommand;
 extern const Command kCheckpointCommand;
 

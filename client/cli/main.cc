@@ -19,8 +19,8 @@ namespace {
 constexpr int kExitError = 1;
 constexpr int kExitUsage = 2;
 
-const Command* const kCommands[] = {&kForwardCommand, &kModelCommand, &kExplainCommand,
-                                    &kBenchCommand, &kCheckpointCommand};
+const Command* const kCommands[] = {&kStatusCommand,  &kForwardCommand, &kModelCommand,
+                                    &kExplainCommand, &kBenchCommand,   &kCheckpointCommand};
 
 std::string Overview() {
   std::string text =

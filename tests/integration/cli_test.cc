@@ -126,6 +126,27 @@ TEST_F(CliTest, BenchCountsWhatTheServerCounts) {
   EXPECT_LE(served, result["calls_ok"].get<double>() + 8 + 4);
 }
 
+TEST_F(CliTest, StatusIsForOperatorsAndTellsOfEveryRank) {
+  const FinishedProcess refused = Cli({"status", target_});
+  EXPECT_EQ(refused.exit_code, 1);
+  EXPECT_TRUE(Has(refused.err, "--allow_admin")) << refused.err;
+  server_.reset();
+  server_ = ServerUnderTest::Start(
+      {.checkpoint = checkpoint_, .args = {"--local_ranks=3", "--allow_admin"}});
+  ASSERT_NE(server_, nullptr);
+  target_ = absl::StrCat("--target=", server_->address());
+  ASSERT_EQ(Cli({"forward", target_}).exit_code, 0);
+  const FinishedProcess status = Cli({"status", "--json", target_});
+  ASSERT_EQ(status.exit_code, 0) << status.err;
+  const nlohmann::json answer = nlohmann::json::parse(status.out);
+  EXPECT_EQ(answer["ranks"].size(), 3u);
+  EXPECT_EQ(answer["num_steps"], "1");
+  EXPECT_EQ(answer["num_requests_ok"], "1");
+  const FinishedProcess text = Cli({"status", target_});
+  EXPECT_TRUE(Has(text.out, "tiny: ready")) << text.out;
+  EXPECT_TRUE(Has(text.out, "calls         1 answered, 0 failed")) << text.out;
+}
+
 TEST_F(CliTest, ErrorsReadLikeAdvice) {
   FinishedProcess result = Cli({"forward", "--layer=7", target_});
   EXPECT_EQ(result.exit_code, 1);
