@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/comm/tcp_exchange.h"
+#include "server/comm/tcp_operation.h"
 
 namespace expertmesh {
 namespace {
@@ -26,8 +27,8 @@ class TcpCommunicator : public Communicator {
     absl::Status status = CheckCounts("send_bytes", params.send_bytes);
     status.Update(CheckCounts("receive_bytes", params.receive_bytes));
     if (!status.ok()) return Refuse(status);
-    auto operation = std::make_shared<TcpExchange::Operation>();
-    operation->kind = TcpExchange::Kind::kAllToAllV;
+    auto operation = NewOperation();
+    operation->kind = TcpOperation::Kind::kAllToAllV;
     operation->tag = params.tag;
     operation->send = params.send;
     operation->receive = params.receive;
@@ -43,8 +44,8 @@ class TcpCommunicator : public Communicator {
     if (absl::Status status = CheckCounts("receive_bytes", params.receive_bytes); !status.ok()) {
       return Refuse(status);
     }
-    auto operation = std::make_shared<TcpExchange::Operation>();
-    operation->kind = TcpExchange::Kind::kAllGatherV;
+    auto operation = NewOperation();
+    operation->kind = TcpOperation::Kind::kAllGatherV;
     operation->tag = params.tag;
     operation->send = params.send;
     operation->receive = params.receive;
@@ -56,7 +57,7 @@ class TcpCommunicator : public Communicator {
   }
 
   absl::Status Barrier(const CollectiveTag& tag, Stream& stream) override {
-    auto operation = std::make_shared<TcpExchange::Operation>();
+    auto operation = NewOperation();
     operation->tag = tag;
     return Post(std::move(operation), stream);
   }
@@ -80,6 +81,13 @@ class TcpCommunicator : public Communicator {
     return absl::OkStatus();
   }
 
+  std::shared_ptr<TcpOperation> NewOperation() const {
+    auto operation = std::make_shared<TcpOperation>();
+    operation->ep_rank = ep_rank();
+    operation->ep_size = ep_size();
+    return operation;
+  }
+
   // The peers wait for this rank's part, which will never come.
   absl::Status Refuse(const absl::Status& status) {
     exchange_->Break(absl::DataLossError(
@@ -87,7 +95,7 @@ class TcpCommunicator : public Communicator {
     return status;
   }
 
-  absl::Status Post(std::shared_ptr<TcpExchange::Operation> operation, Stream& stream) {
+  absl::Status Post(std::shared_ptr<TcpOperation> operation, Stream& stream) {
     if (absl::Status status = exchange_->broken(); !status.ok()) return status;
     const Event done = operation->done;
     absl::Status status = stream.Enqueue(

@@ -8,20 +8,12 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 
 namespace expertmesh {
 namespace {
-
-// What a rank says on the control connections before it leaves, followed by its reason.
-struct Notice {
-  static constexpr uint32_t kMagic = 0x4e584d45;
-  static constexpr uint32_t kMaxMessageBytes = 2000;
-  uint32_t magic = kMagic;
-  uint32_t code = 0;
-  uint32_t message_bytes = 0;
-};
 
 constexpr uint64_t kWakeKey = std::numeric_limits<uint64_t>::max();
 
@@ -35,44 +27,6 @@ constexpr std::chrono::milliseconds kPatienceForLastBytes{100};
 
 // An operation's starter moves this much itself before it leaves the rest to the own thread.
 constexpr int kRoundsOfStarter = 1;
-
-const char* KindName(TcpExchange::Kind kind) {
-  switch (kind) {
-    case TcpExchange::Kind::kAllToAllV:
-      return "AllToAllV";
-    case TcpExchange::Kind::kAllGatherV:
-      return "AllGatherV";
-    case TcpExchange::Kind::kBarrier:
-      return "Barrier";
-  }
-  return "an unknown operation";
-}
-
-std::string Describe(TcpExchange::Kind kind, const CollectiveTag& tag) {
-  return absl::StrCat(KindName(kind), " of incarnation ", tag.incarnation, " epoch ", tag.epoch,
-                      " step ", tag.step, " operation ", tag.operation);
-}
-
-CollectiveTag TagOf(const TcpMessageHeader& header) {
-  CollectiveTag tag;
-  tag.incarnation = header.incarnation;
-  tag.epoch = header.epoch;
-  tag.step = header.step;
-  tag.operation = header.operation;
-  return tag;
-}
-
-uint64_t Scramble(uint64_t value) {
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111eb;
-  return value ^ (value >> 31);
-}
-
-uint64_t CountHash(int32_t from_rank, int32_t to_rank, int64_t size_bytes) {
-  const uint64_t ranks =
-      (uint64_t{static_cast<uint32_t>(from_rank)} << 32) | static_cast<uint32_t>(to_rank);
-  return Scramble(Scramble(ranks + 1) + static_cast<uint64_t>(size_bytes));
-}
 
 }  // namespace
 
@@ -103,7 +57,7 @@ void TcpExchange::WatchSockets() {
     if (rank == ep_rank_) continue;
     const auto key = static_cast<uint64_t>(rank) * 2;
     watch(links_[rank].data.fd(), EPOLLIN | EPOLLOUT | EPOLLRDHUP, key);
-    watch(links_[rank].control.get(), EPOLLIN | EPOLLRDHUP, key + 1);
+    watch(links_[rank].notices.fd(), EPOLLIN | EPOLLRDHUP, key + 1);
   }
 }
 
@@ -112,7 +66,7 @@ absl::Status TcpExchange::broken() const {
   return broken_;
 }
 
-absl::Status TcpExchange::Start(int64_t sequence, std::shared_ptr<Operation> operation) {
+absl::Status TcpExchange::Start(int64_t sequence, std::shared_ptr<TcpOperation> operation) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (!broken_.ok()) return broken_;
   started_.emplace(sequence, std::move(operation));
@@ -125,7 +79,7 @@ absl::Status TcpExchange::Start(int64_t sequence, std::shared_ptr<Operation> ope
   const absl::Status status = broken_;
   Signals signals = std::exchange(signals_, {});
   lock.unlock();
-  Signal(std::move(signals));
+  Signal(signals);
   return status;
 }
 
@@ -136,7 +90,7 @@ void TcpExchange::Break(const absl::Status& status) {
   BreakLocked(status);
   Signals signals = std::exchange(signals_, {});
   lock.unlock();
-  Signal(std::move(signals));
+  Signal(signals);
 }
 
 void TcpExchange::Stop() {
@@ -149,7 +103,7 @@ void TcpExchange::Stop() {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (Link& link : links_) {
     link.data.Close();
-    link.control.reset();
+    link.notices.Close();
   }
   epoll_.reset();
   wake_.reset();
@@ -183,7 +137,7 @@ void TcpExchange::Run() {
     if (!signals_.empty()) {
       Signals signals = std::exchange(signals_, {});
       lock.unlock();
-      Signal(std::move(signals));
+      Signal(signals);
       lock.lock();
     }
   }
@@ -233,36 +187,13 @@ void TcpExchange::HandleSocket(uint64_t key, uint32_t events) {
 }
 
 void TcpExchange::ReadNotice(int32_t rank) {
-  Link& link = links_[rank];
-  while (broken_.ok()) {
-    char bytes[1024];
-    const ssize_t moved = recv(link.control.get(), bytes, sizeof(bytes), MSG_DONTWAIT);
-    if (moved < 0 && errno == EINTR) continue;
-    if (moved < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
-    if (moved <= 0) {
-      PeerLeft(link, absl::UnavailableError(absl::StrCat(
-                         "rank ", rank,
-                         " is lost: ", moved == 0 ? "connection closed" : strerror(errno))));
-      return;
-    }
-    link.notice.append(bytes, static_cast<size_t>(moved));
-    Notice notice;
-    if (link.notice.size() < sizeof(notice)) continue;
-    memcpy(&notice, link.notice.data(), sizeof(notice));
-    if (notice.magic != Notice::kMagic || notice.message_bytes > Notice::kMaxMessageBytes ||
-        notice.code == 0 ||
-        notice.code > static_cast<uint32_t>(absl::StatusCode::kUnauthenticated)) {
-      BreakLocked(absl::DataLossError(absl::StrCat("rank ", rank, " says something unreadable")));
-      return;
-    }
-    if (link.notice.size() < sizeof(notice) + notice.message_bytes) continue;
-    const absl::Status status(static_cast<absl::StatusCode>(notice.code),
-                              link.notice.substr(sizeof(notice), notice.message_bytes));
-    if (absl::IsUnavailable(status)) {
-      PeerLeft(link, status);
-      return;
-    }
-    BreakLocked(status);
+  if (!broken_.ok()) return;
+  const std::optional<absl::Status> reason = links_[rank].notices.Hear(rank);
+  if (!reason.has_value()) return;
+  if (absl::IsUnavailable(*reason)) {
+    PeerLeft(links_[rank], *reason);
+  } else {
+    BreakLocked(*reason);
   }
 }
 
@@ -283,46 +214,6 @@ void TcpExchange::Lose(const absl::Status& status, std::chrono::nanoseconds pati
   WakeBy(loss_deadline_);
 }
 
-int64_t TcpExchange::SendBytes(const Operation& operation, int32_t rank) const {
-  switch (operation.kind) {
-    case Kind::kAllToAllV:
-      return operation.send_bytes[rank];
-    case Kind::kAllGatherV:
-      return operation.receive_bytes[ep_rank_];
-    case Kind::kBarrier:
-      break;
-  }
-  return 0;
-}
-
-int64_t TcpExchange::ReceiveBytes(const Operation& operation, int32_t rank) const {
-  return operation.kind == Kind::kBarrier ? 0 : operation.receive_bytes[rank];
-}
-
-uint64_t TcpExchange::Imbalance(const Operation& operation) const {
-  uint64_t sum = 0;
-  for (int32_t rank = 0; rank < ep_size(); ++rank) {
-    if (rank == ep_rank_) continue;
-    sum += CountHash(ep_rank_, rank, SendBytes(operation, rank));
-    sum -= CountHash(rank, ep_rank_, ReceiveBytes(operation, rank));
-  }
-  return sum;
-}
-
-void TcpExchange::CopyOwnBlock(const Operation& operation) const {
-  const int64_t size_bytes = ReceiveBytes(operation, ep_rank_);
-  if (size_bytes == 0) return;
-  int64_t send_offset = 0;
-  int64_t receive_offset = 0;
-  for (int32_t rank = 0; rank < ep_rank_; ++rank) {
-    if (operation.kind == Kind::kAllToAllV) send_offset += operation.send_bytes[rank];
-    receive_offset += operation.receive_bytes[rank];
-  }
-  const std::byte* from = operation.send + send_offset;
-  std::byte* to = operation.receive + receive_offset;
-  if (from != to) memcpy(to, from, static_cast<size_t>(size_bytes));
-}
-
 // Makes the next operation, if it has been started, the current one.
 void TcpExchange::BeginNext() {
   const auto next = started_.find(next_sequence_);
@@ -330,37 +221,26 @@ void TcpExchange::BeginNext() {
   current_ = std::move(next->second);
   started_.erase(next);
   ++next_sequence_;
-  const Operation& operation = *current_;
+  const TcpOperation& operation = *current_;
   deadline_ = std::chrono::steady_clock::now() + operation_timeout_;
-  if (operation.kind == Kind::kAllToAllV &&
-      operation.send_bytes[ep_rank_] != operation.receive_bytes[ep_rank_]) {
-    BreakLocked(absl::DataLossError(
-        absl::StrCat("rank ", ep_rank_, " sends ", operation.send_bytes[ep_rank_],
-                     " bytes to itself but expects ", operation.receive_bytes[ep_rank_], ", in ",
-                     Describe(operation.kind, operation.tag))));
+  if (absl::Status status = operation.CopyOwnBlock(); !status.ok()) {
+    BreakLocked(status);
     return;
   }
-  CopyOwnBlock(operation);
-  TcpMessageHeader header;
-  header.operation = operation.tag.operation;
-  header.incarnation = operation.tag.incarnation;
-  header.epoch = operation.tag.epoch;
-  header.step = operation.tag.step;
-  header.kind = static_cast<uint64_t>(operation.kind);
-  header.imbalance = imbalance_ = Imbalance(operation);
+  imbalance_ = operation.Imbalance();
   const std::byte* send = operation.send;
   std::byte* receive = operation.receive;
   for (int32_t rank = 0; rank < ep_size(); ++rank) {
-    const int64_t send_bytes = SendBytes(operation, rank);
-    const int64_t receive_bytes = ReceiveBytes(operation, rank);
     if (rank != ep_rank_) {
-      header.payload_bytes = static_cast<uint64_t>(send_bytes);
-      links_[rank].data.BeginSend(header, send, send_bytes);
-      links_[rank].data.BeginReceive(receive, receive_bytes);
-      links_[rank].checked = false;
+      Link& link = links_[rank];
+      TcpMessageHeader header = operation.Header(rank);
+      header.imbalance = imbalance_;
+      link.data.BeginSend(header, send, operation.SendBytes(rank));
+      link.data.BeginReceive(receive, operation.ReceiveBytes(rank));
+      link.checked = false;
     }
-    if (operation.kind == Kind::kAllToAllV) send += send_bytes;
-    receive += receive_bytes;
+    if (operation.kind == TcpOperation::Kind::kAllToAllV) send += operation.SendBytes(rank);
+    receive += operation.ReceiveBytes(rank);
   }
 }
 
@@ -413,7 +293,7 @@ bool TcpExchange::AdvanceLink(int32_t rank) {
     moved |= *received;
   }
   if (link.data.header_received() && !link.data.header_checked()) {
-    if (absl::Status status = CheckHeader(rank); !status.ok()) {
+    if (absl::Status status = current_->CheckHeader(link.data.header(), rank); !status.ok()) {
       BreakLocked(status);
       return false;
     }
@@ -422,9 +302,9 @@ bool TcpExchange::AdvanceLink(int32_t rank) {
   }
   if (link.data.received() && !link.checked) {
     if (!link.data.checksum_matches()) {
-      BreakLocked(absl::DataLossError(absl::StrCat("checksum differs of what rank ", rank,
-                                                   " sent to rank ", ep_rank_, " in ",
-                                                   Describe(current_->kind, current_->tag))));
+      BreakLocked(
+          absl::DataLossError(absl::StrCat("checksum differs of what rank ", rank, " sent to rank ",
+                                           ep_rank_, " in ", current_->ToString())));
       return false;
     }
     link.checked = true;
@@ -432,33 +312,13 @@ bool TcpExchange::AdvanceLink(int32_t rank) {
   return moved;
 }
 
-absl::Status TcpExchange::CheckHeader(int32_t rank) const {
-  const TcpMessageHeader& header = links_[rank].data.header();
-  if (header.magic != TcpMessageHeader::kMagic) {
-    return absl::DataLossError(
-        absl::StrCat("rank ", rank, " sent to rank ", ep_rank_, " what is no message"));
-  }
-  if (header.kind != static_cast<uint64_t>(current_->kind) || TagOf(header) != current_->tag) {
-    return absl::DataLossError(absl::StrCat(
-        "rank ", ep_rank_, " is at ", Describe(current_->kind, current_->tag), ", rank ", rank,
-        " at ", Describe(static_cast<Kind>(header.kind), TagOf(header))));
-  }
-  const int64_t expected = ReceiveBytes(*current_, rank);
-  if (header.payload_bytes != static_cast<uint64_t>(expected)) {
-    return absl::DataLossError(absl::StrCat(
-        "rank ", rank, " sends ", header.payload_bytes, " bytes to rank ", ep_rank_,
-        ", which expects ", expected, ", in ", Describe(current_->kind, current_->tag)));
-  }
-  return absl::OkStatus();
-}
-
 void TcpExchange::FinishIfComplete() {
   for (int32_t rank = 0; rank < ep_size(); ++rank) {
     if (rank != ep_rank_ && !(links_[rank].checked && links_[rank].data.sent())) return;
   }
   if (imbalance_ != 0) {
-    BreakLocked(absl::DataLossError(absl::StrCat("two other ranks disagree on a count in ",
-                                                 Describe(current_->kind, current_->tag))));
+    BreakLocked(absl::DataLossError(
+        absl::StrCat("two other ranks disagree on a count in ", current_->ToString())));
     return;
   }
   signals_.emplace_back(current_->done, absl::OkStatus());
@@ -484,32 +344,22 @@ void TcpExchange::CheckTime() {
     BreakLocked(absl::DeadlineExceededError(
         absl::StrCat("rank ", ep_rank_, " still waits for ranks ", Unfinished(), " after ",
                      absl::FormatDuration(absl::FromChrono(operation_timeout_)), ", in ",
-                     Describe(current_->kind, current_->tag))));
+                     current_->ToString())));
   }
 }
 
 void TcpExchange::BreakLocked(const absl::Status& status) {
   if (!broken_.ok()) return;
   broken_ = status;
-  const auto message = status.message().substr(0, Notice::kMaxMessageBytes);
-  Notice notice;
-  notice.code = static_cast<uint32_t>(status.code());
-  notice.message_bytes = static_cast<uint32_t>(message.size());
-  const std::string bytes = absl::StrCat(
-      absl::string_view(reinterpret_cast<const char*>(&notice), sizeof(notice)), message);
-  for (const Link& link : links_) {
-    if (!link.control.valid()) continue;
-    // Nothing else goes this way, so the socket has room; and if the peer is gone, it needs no
-    // word.
-    send(link.control.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-  }
+  for (const Link& link : links_) link.notices.Say(status);
   if (current_ != nullptr) signals_.emplace_back(std::exchange(current_, nullptr)->done, status);
   for (const auto& [sequence, operation] : started_) signals_.emplace_back(operation->done, status);
   started_.clear();
 }
 
-void TcpExchange::Signal(Signals signals) {
+void TcpExchange::Signal(Signals& signals) {
   for (auto& [event, status] : signals) event.Signal(std::move(status));
+  signals.clear();
 }
 
 }  // namespace expertmesh

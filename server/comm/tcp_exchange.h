@@ -15,9 +15,10 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "kernels/base/stream.h"
-#include "server/comm/communicator.h"
 #include "server/comm/tcp_link.h"
 #include "server/comm/tcp_mesh.h"
+#include "server/comm/tcp_notices.h"
+#include "server/comm/tcp_operation.h"
 #include "server/comm/unique_fd.h"
 
 namespace expertmesh {
@@ -26,18 +27,6 @@ namespace expertmesh {
 // streams. Thread safe. Nothing but the own thread ever waits, and that only for sockets.
 class TcpExchange {
  public:
-  enum class Kind : uint8_t { kAllToAllV, kAllGatherV, kBarrier };
-
-  struct Operation {
-    Kind kind = Kind::kBarrier;
-    CollectiveTag tag;
-    const std::byte* send = nullptr;
-    std::byte* receive = nullptr;
-    std::vector<int64_t> send_bytes;     // [ep_size]; kAllGatherV: empty
-    std::vector<int64_t> receive_bytes;  // [ep_size]; kBarrier: empty, as send_bytes
-    Event done;                          // signalled when the buffers are no longer needed
-  };
-
   TcpExchange(int32_t ep_rank, std::vector<TcpPeerSockets> peers, absl::Duration operation_timeout);
   ~TcpExchange() { Stop(); }
 
@@ -48,7 +37,7 @@ class TcpExchange {
   // The stream has reached operation number `sequence` (counted from 0). Operations run one after
   // the other in this order, whatever order they are started in. Moves what can be moved at once;
   // the rest is the own thread's. The first error if the exchange is broken.
-  absl::Status Start(int64_t sequence, std::shared_ptr<Operation> operation);
+  absl::Status Start(int64_t sequence, std::shared_ptr<TcpOperation> operation);
 
   // Breaks the exchange, if it is whole, with `status`, and tells the peers, which break too. When
   // it has returned no buffer is touched any more.
@@ -63,11 +52,10 @@ class TcpExchange {
 
   struct Link {
     explicit Link(TcpPeerSockets sockets)
-        : data(std::move(sockets.data)), control(std::move(sockets.control)) {}
+        : data(std::move(sockets.data)), notices(std::move(sockets.control)) {}
 
     TcpLink data;
-    UniqueFd control;
-    std::string notice;    // bytes of the control connection so far
+    TcpNotices notices;
     bool readable = true;  // data: the socket may have bytes
     bool writable = true;
     bool failed = false;   // data: broke; the control connection will tell why
@@ -85,20 +73,15 @@ class TcpExchange {
   void PeerLeft(Link& link, const absl::Status& status);
   void Lose(const absl::Status& status, std::chrono::nanoseconds patience);
   void BeginNext();
-  void CopyOwnBlock(const Operation& operation) const;
   void Advance(int max_rounds);
   bool CanMove() const;
   bool AdvanceLink(int32_t rank);
-  absl::Status CheckHeader(int32_t rank) const;
   void FinishIfComplete();
   void CheckTime();
   void BreakLocked(const absl::Status& status);
   Time NextDeadline() const;
-  int64_t SendBytes(const Operation& operation, int32_t rank) const;
-  int64_t ReceiveBytes(const Operation& operation, int32_t rank) const;
-  uint64_t Imbalance(const Operation& operation) const;
   std::string Unfinished() const;
-  static void Signal(Signals signals);
+  static void Signal(Signals& signals);
 
   const int32_t ep_rank_;
   const std::chrono::nanoseconds operation_timeout_;
@@ -107,9 +90,9 @@ class TcpExchange {
   mutable std::mutex mutex_;  // guards what follows
   absl::Status broken_;
   std::vector<Link> links_;  // [ep_size]; the own rank's is unused
-  std::map<int64_t, std::shared_ptr<Operation>> started_;
+  std::map<int64_t, std::shared_ptr<TcpOperation>> started_;
   int64_t next_sequence_ = 0;  // of the operation after current_
-  std::shared_ptr<Operation> current_;
+  std::shared_ptr<TcpOperation> current_;
   uint64_t imbalance_ = 0;       // sum of the headers that have come, and the own one
   Time deadline_ = Time::max();  // of current_
   absl::Status loss_;  // a peer is gone, but current_ may still end well, or a reason come

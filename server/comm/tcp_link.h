@@ -25,9 +25,7 @@ struct TcpMessageHeader {
   uint64_t step = 0;
   uint64_t kind = 0;
   uint64_t payload_bytes = 0;
-  // Of all the sender's counts: those of all ranks add up to 0 exactly if every rank expects what
-  // the others send.
-  uint64_t imbalance = 0;
+  uint64_t imbalance = 0;  // TcpOperation::Imbalance of the sender
 };
 static_assert(sizeof(TcpMessageHeader) == 56);
 
