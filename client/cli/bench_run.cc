@@ -52,10 +52,13 @@ class Runner {
     record_.Restart();
   }
 
-  // Waits for the calls in flight.
-  void Stop() {
+  void StopSending() {
     absl::MutexLock lock(&mutex_);
     stopping_ = true;
+  }
+
+  void WaitForCallsInFlight() {
+    absl::MutexLock lock(&mutex_);
     mutex_.Await(absl::Condition(
         +[](int64_t* in_flight) { return *in_flight == 0; }, &in_flight_));
   }
@@ -121,12 +124,13 @@ BenchResult RunBench(ExpertClient& client, const std::vector<std::unique_ptr<For
   const absl::Time measure_from = absl::Now() + options.warmup;
   const absl::Time end = measure_from + options.duration;
   std::thread open_loop;
+  bool measuring = options.warmup <= absl::ZeroDuration();
+  if (measuring) runner.StartMeasuring();
   if (options.rate > 0) {
     open_loop = std::thread([&] { OpenLoop(runner, options, end); });
   } else {
     for (int i = 0; i < options.concurrency; ++i) runner.Send(absl::Now(), /*closed_loop=*/true);
   }
-  bool measuring = false;
   while (absl::Now() < end) {
     const absl::Time now = absl::Now();
     if (!measuring && now >= measure_from) {
@@ -139,12 +143,13 @@ BenchResult RunBench(ExpertClient& client, const std::vector<std::unique_ptr<For
              runner.in_flight());
   }
   BenchResult result;
-  // Before the calls in flight end: they were part of the load, and what they add has no second to
-  // stand in.
+  // Summarized before the calls in flight end: they were part of the load, but what they add has no
+  // second to stand in.
+  runner.StopSending();
   result.summary = runner.Summarize();
   result.num_not_sent = runner.num_not_sent();
   if (open_loop.joinable()) open_loop.join();
-  runner.Stop();
+  runner.WaitForCallsInFlight();
   result.samples = runner.TakeSamples();
   return result;
 }
