@@ -33,8 +33,9 @@ absl::StatusOr<std::string> InMemoryRendezvousStore::Get(absl::string_view key,
   };
   auto answer = std::make_shared<Answer>();
   GetAsync(key, [answer](absl::StatusOr<std::string> value) {
-    if (value.ok()) answer->value = *std::move(value);
-    answer->done.Signal(value.status());
+    const absl::Status status = value.status();
+    if (status.ok()) answer->value = *std::move(value);
+    answer->done.Signal(status);
   });
   if (absl::Status status = answer->done.Wait(deadline); !status.ok()) {
     if (answer->done.done()) return status;

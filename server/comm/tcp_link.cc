@@ -12,7 +12,7 @@
 namespace expertmesh {
 namespace {
 
-constexpr int64_t kLowWaterBytes = int64_t{128} << 10;
+constexpr int64_t kLowWaterBytes = int64_t{512} << 10;
 
 // The parts of a message that lie in [begin, end), as system calls want them. Returns their number.
 template <typename Byte>

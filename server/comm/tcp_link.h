@@ -33,8 +33,9 @@ static_assert(sizeof(TcpMessageHeader) == 56);
 // thread safe.
 class TcpLink {
  public:
-  // Bytes that one call of Send or Receive moves at most, so that no peer keeps the others waiting.
-  static constexpr int64_t kSliceBytes = int64_t{1024} << 10;
+  // Bytes that one call of Send or Receive moves at most: so that no peer keeps the others waiting,
+  // and what is summed is still in the cache when it is moved, or the other way round.
+  static constexpr int64_t kSliceBytes = int64_t{512} << 10;
 
   // Takes over a connected, non-blocking socket.
   explicit TcpLink(UniqueFd fd) : fd_(std::move(fd)) {}
