@@ -213,8 +213,11 @@ class ForwardStream::Reactor final
         writing_.Swap(&to_write_.front());
         to_write_.pop_front();
         write_outstanding_ = true;
+        grpc::WriteOptions write_options;
+        // Another one follows at once: small ones then share a packet and a system call.
+        if (!to_write_.empty()) write_options.set_buffer_hint();
         mutex_.Unlock();
-        StartWrite(&writing_);
+        StartWrite(&writing_, write_options);
       } else if (half_closed_ && !writes_done_) {
         writes_done_ = true;
         hold_removed_ = true;

@@ -96,9 +96,12 @@ void ForwardStreamReactor::Pump() {
         break;
       case ForwardStreamState::Action::kWrite: {
         const auto* message = static_cast<const Message*>(state_.writing().get());
+        grpc::WriteOptions options;
+        // Small ones then share a packet and a system call.
+        if (state_.more_to_write()) options.set_buffer_hint();
         lock.unlock();
         // gRPC reads `bytes` until OnWriteDone, which lets go of the message.
-        StartWrite(&message->bytes);
+        StartWrite(&message->bytes, options);
         break;
       }
       case ForwardStreamState::Action::kFinish: {

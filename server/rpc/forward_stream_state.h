@@ -42,10 +42,11 @@ struct ForwardStreamMessage {
 //
 // Budget. A message is charged from its arrival until its answer was written: first the bytes that
 // arrived, the answer's too once its size is known, then the answer's alone. A read is begun only
-// while the stream's charge is below its bound and the process's below its own; as sizes are not
-// known before, each stream may go over by one message. A stream without any charge may always
-// read, so that streams whose clients take no answers slow the others down to one message at a
-// time when they use up the process's bound, and never stop them.
+// while the stream's charge is below its bound and the process's below its own. As a size is known
+// only afterwards, each stream may go over by the message that is read next, and by the answers of
+// those that are just being checked (on at most as many threads as gRPC has). A stream without any
+// charge may always read, so that streams whose clients take no answers slow the others down to one
+// message at a time when they use up the process's bound, and never stop them.
 class ForwardStreamState {
  public:
   using MessagePtr = std::shared_ptr<ForwardStreamMessage>;
@@ -67,6 +68,8 @@ class ForwardStreamState {
   // Of kWrite: the message to be answered. Its stream_seq is free again: a client that got the
   // answer may use it before the write is known to be done.
   const MessagePtr& writing() const { return writing_; }
+  // Of kWrite: another one will follow it at once.
+  bool more_to_write() const { return !answers_.empty(); }
   // Of kFinish.
   const absl::Status& final_status() const { return final_status_; }
 

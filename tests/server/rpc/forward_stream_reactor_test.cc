@@ -424,8 +424,8 @@ TEST(ForwardStreamReactorTest, ReadsAreWithheldWhileTheBudgetIsSpent) {
   }
   EXPECT_EQ(answered.size(), static_cast<size_t>(kMessages));
   writer.join();
-  // 1 MiB and at most one message more, of 128 KiB and something.
-  EXPECT_LE(server.controller().max_held(), 8u);
+  // Seven of 140 KiB make 1 MiB; one more may be read, and one while an answer's size is unknown.
+  EXPECT_LE(server.controller().max_held(), 9u);
   EXPECT_TRUE(client.Finish().ok());
 }
 
