@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
+#include <limits>
 #include <mutex>
 #include <numeric>
 
@@ -14,6 +15,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "grpcpp/impl/service_type.h"
+#include "server/checkpoints.h"
 #include "server/cluster/memory_need.h"
 #include "server/model/checkpoint_weight_source.h"
 #include "server/model/load_reporter.h"
@@ -28,6 +30,7 @@
 #include "server/rpc/forward_validation.h"
 #include "server/rpc/model_info.h"
 #include "server/rpc/placement_fingerprint.h"
+#include "server/rpc/rank_service.h"
 #include "server/rpc/serving_state.h"
 
 namespace expertmesh {
@@ -35,47 +38,8 @@ namespace {
 
 constexpr absl::Duration kTimeToSendAnswers = absl::Seconds(5);
 
-struct Model {
-  std::unique_ptr<CheckpointWeightSource> source;  // until it is loaded
-  ModelSpec spec;
-};
-
-std::string NamesOf(const std::vector<Model>& models) {
-  return absl::StrJoin(models, ", ", [](std::string* out, const Model& model) {
-    absl::StrAppend(out, model.spec.name);
-  });
-}
-
-absl::StatusOr<std::vector<Model>> OpenCheckpoints(const ControlPlaneOptions& options) {
-  std::vector<Model> models;
-  for (const auto& [name, folder] : options.models) {
-    absl::StatusOr<std::unique_ptr<CheckpointWeightSource>> source = CheckpointWeightSource::Open(
-        folder, {.model_name = name, .architecture = options.architecture});
-    if (!source.ok()) return source.status();
-    Model model;
-    model.spec = (*source)->model();
-    model.source = *std::move(source);
-    LogInfo("opened a checkpoint", {{"model", model.spec.name},
-                                    {"architecture", model.spec.architecture},
-                                    {"moe_layers", model.spec.layers.size()},
-                                    {"hidden_size", model.spec.hidden_size},
-                                    {"dtype", DTypeName(model.spec.weight_dtype)},
-                                    {"path", folder}});
-    models.push_back(std::move(model));
-  }
-  std::sort(models.begin(), models.end(),
-            [](const Model& a, const Model& b) { return a.spec.name < b.spec.name; });
-  for (size_t i = 1; i < models.size(); ++i) {
-    if (models[i].spec.name == models[i - 1].spec.name) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("two models are called '", models[i].spec.name, "'"));
-    }
-  }
-  return models;
-}
-
-absl::Status LoadRouters(const std::vector<Model>& models, RouterTable* routers) {
-  for (const Model& model : models) {
+absl::Status LoadRouters(const std::vector<ServedModel>& models, RouterTable* routers) {
+  for (const ServedModel& model : models) {
     for (const LayerSpec& layer : model.spec.layers) {
       std::unique_ptr<LoadedGate> gate;
       if (layer.has_gate) {
@@ -92,22 +56,16 @@ absl::Status LoadRouters(const std::vector<Model>& models, RouterTable* routers)
   return absl::OkStatus();
 }
 
-absl::Status LoadExperts(const std::vector<Model>& models, bool progress_on_terminal,
+absl::Status LoadExperts(const std::vector<ServedModel>& models, bool progress_on_terminal,
                          LocalExpertGroup* group) {
   std::vector<const WeightSource*> sources;
-  for (const Model& model : models) sources.push_back(model.source.get());
+  for (const ServedModel& model : models) sources.push_back(model.source.get());
   absl::StatusOr<std::vector<int64_t>> need = group->NeedBytes(sources);
   if (!need.ok()) return need.status();
   absl::StatusOr<int64_t> available = AvailableMemoryBytes();
   if (!available.ok()) return available.status();
 
-  LoadReporterOptions reporter_options;
-  reporter_options.is_terminal = progress_on_terminal;
-  reporter_options.write_terminal = [](std::string_view text) {
-    std::fwrite(text.data(), 1, text.size(), stderr);
-  };
-  reporter_options.log = [](std::string_view message) { LogInfo(message); };
-  LoadReporter reporter(std::move(reporter_options), NamesOf(models));
+  LoadReporter reporter(ProgressToStderr(progress_on_terminal), NamesOf(models));
   reporter.Start(std::accumulate(need->begin(), need->end(), int64_t{0}), *available);
   const absl::Status status = group->Load(
       sources,
@@ -154,8 +112,18 @@ struct ControlPlane::Impl {
   ~Impl() {
     registry.SetRefresh(nullptr);
     state.StartDraining();
+    CloseRanks(absl::Now());
   }
 
+  absl::Status MakeGroup();
+  absl::Status ListenToRanks();
+  // Streams end, and with them steps in progress.
+  void CloseRanks(absl::Time deadline);
+  void OnEpoch(uint64_t epoch);
+  // "" where ranks have not said, and may differ.
+  const char* instruction_set() const {
+    return local_group == nullptr ? "" : local_group->instruction_set();
+  }
   void MakeValidator();
   absl::Status StartMetrics();
   absl::Status Listen();
@@ -170,9 +138,14 @@ struct ControlPlane::Impl {
   const ServerMetrics metrics;
   std::unique_ptr<MetricsExposer> exposer;
   ControlMetrics control_metrics;
-  std::vector<Model> models;
+  std::vector<ServedModel> models;
   RouterTable routers;
-  std::unique_ptr<LocalExpertGroup> group;
+  // One of them.
+  std::unique_ptr<LocalExpertGroup> local_group;
+  std::unique_ptr<RemoteExpertGroup> remote_group;
+  ExpertGroup* group = nullptr;
+  std::unique_ptr<grpc::Service> rank_service;
+  std::unique_ptr<GrpcServer> rank_server;
   std::unique_ptr<ForwardValidator> validator;
   std::unique_ptr<StepController> controller;
   ServingState state;
@@ -183,8 +156,70 @@ struct ControlPlane::Impl {
   // Between Start and a Stop that comes while it is loading.
   std::mutex start_mutex;
   bool is_serving = false;
+  bool is_stopping = false;  // readiness does not follow epochs any more
   std::unique_ptr<GrpcServer> server;
 };
+
+absl::Status ControlPlane::Impl::MakeGroup() {
+  if (options.rank_listen.empty()) {
+    absl::StatusOr<std::unique_ptr<LocalExpertGroup>> made =
+        LocalExpertGroup::Create(options.group);
+    if (!made.ok()) return made.status();
+    local_group = *std::move(made);
+    group = local_group.get();
+    return absl::OkStatus();
+  }
+  std::vector<const ModelSpec*> specs;
+  for (const ServedModel& model : models) specs.push_back(&model.spec);
+  absl::StatusOr<std::unique_ptr<RemoteExpertGroup>> made =
+      RemoteExpertGroup::Create(options.ranks, specs, SystemClock());
+  if (!made.ok()) return made.status();
+  remote_group = *std::move(made);
+  group = remote_group.get();
+  remote_group->SetEpochListener([this](uint64_t epoch) { OnEpoch(epoch); });
+  return absl::OkStatus();
+}
+
+absl::Status ControlPlane::Impl::ListenToRanks() {
+  RankServiceOptions service_options;
+  service_options.group = remote_group.get();
+  for (const ServedModel& model : models) {
+    service_options.hidden_sizes[model.spec.name] = model.spec.hidden_size;
+  }
+  service_options.max_step_tokens = options.controller.max_step_tokens;
+  service_options.allowed_names = options.rank_tls_names;
+  rank_service = NewRankService(std::move(service_options));
+  GrpcServerOptions server_options = options.server;
+  server_options.listen = options.rank_listen;
+  server_options.max_message_bytes = std::numeric_limits<int32_t>::max();
+  absl::StatusOr<std::unique_ptr<GrpcServer>> started =
+      GrpcServer::Start(server_options, {{kRankServiceName, rank_service.get()}});
+  if (!started.ok()) return started.status();
+  rank_server = *std::move(started);
+  rank_server->SetServing(true);
+  LogInfo(absl::StrCat("ranks dial ", AddressWithPort(options.rank_listen, rank_server->port())),
+          {{"ep_size", group->ep_size()}});
+  return WritePortFile(options.rank_port_file, rank_server->port());
+}
+
+void ControlPlane::Impl::CloseRanks(absl::Time deadline) {
+  if (remote_group == nullptr) return;
+  remote_group->Close();
+  if (rank_server != nullptr) rank_server->Shutdown(deadline);
+}
+
+void ControlPlane::Impl::OnEpoch(uint64_t epoch) {
+  const std::lock_guard<std::mutex> lock(start_mutex);
+  if (!is_serving || is_stopping) return;
+  // The newest one, whatever the order of those who tell.
+  epoch = group->epoch();
+  metrics.ready.Set(epoch != 0);
+  server->SetServing(epoch != 0);
+  controller->NotifyEpochChanged();
+  if (epoch != 0) {
+    LogInfo(absl::StrCat("serving ", NamesOf(models), " on ", address), {{"epoch", epoch}});
+  }
+}
 
 void ControlPlane::Impl::MakeValidator() {
   ForwardLimits limits;
@@ -194,7 +229,7 @@ void ControlPlane::Impl::MakeValidator() {
   if (group->ep_size() == 1) limits.strategies.push_back(DispatchMode::kPassthrough);
   limits.strategies.push_back(DispatchMode::kAllToAll);
   std::vector<const ModelSpec*> specs;
-  for (const Model& model : models) specs.push_back(&model.spec);
+  for (const ServedModel& model : models) specs.push_back(&model.spec);
   validator = std::make_unique<ForwardValidator>(std::move(specs), std::move(limits),
                                                  group->request_allocator());
 }
@@ -218,10 +253,10 @@ absl::Status ControlPlane::Impl::Listen() {
   service_options.max_deadline = options.controller.max_deadline;
   service_options.max_step_tokens = options.controller.max_step_tokens;
   service_options.streams = &streams;
-  for (const Model& model : models) {
+  for (const ServedModel& model : models) {
     v1::GetModelResponse description = DescribeModel(model.spec, validator->limits());
     description.set_ep_size(group->ep_size());
-    description.set_instruction_set(group->instruction_set());
+    description.set_instruction_set(instruction_set());
     service_options.models.push_back(std::move(description));
   }
   service = NewExpertService(std::move(service_options));
@@ -241,29 +276,38 @@ absl::Status ControlPlane::Impl::Listen() {
 }
 
 void ControlPlane::Impl::Serve() {
-  controller = std::make_unique<StepController>(options.controller, group.get(), &routers,
-                                                SystemClock(), &control_metrics);
+  StepControllerOptions controller_options = options.controller;
+  // A step waits for other processes, and gRPC's threads, on which calls come, must not.
+  if (remote_group != nullptr) controller_options.max_inline_micros = -1;
+  controller = std::make_unique<StepController>(controller_options, group, &routers, SystemClock(),
+                                                &control_metrics);
   registry.SetRefresh([this] { SetControlGauges(controller->Snapshot(), metrics); });
   ServingBackend backend;
   backend.controller = controller.get();
-  backend.group = group.get();
+  backend.group = group;
   backend.validator = validator.get();
   backend.routers = &routers;
   backend.max_step_tokens = options.controller.max_step_tokens;
   backend.max_rank_pairs = options.controller.max_rank_pairs;
-  backend.instruction_set = group->instruction_set();
-  for (const Model& model : models) {
+  backend.instruction_set = instruction_set();
+  for (const ServedModel& model : models) {
     backend.placement_fingerprints[&model.spec] = PlacementFingerprint(model.spec, *group);
   }
   const std::lock_guard<std::mutex> lock(start_mutex);
   is_serving = true;
   state.StartServing(backend);
-  metrics.ready.Set(1);
-  server->SetServing(true);
+  const bool is_ready = group->epoch() != 0;
+  metrics.ready.Set(is_ready);
+  server->SetServing(is_ready);
+  if (remote_group != nullptr) {
+    LogInfo(absl::StrCat("calls on ", address, " wait until all ranks are there"),
+            {{"ranks", group->ep_size()}, {"tls", !options.server.tls_certificate.empty()}});
+    return;
+  }
   LogInfo(absl::StrCat("serving ", NamesOf(models), " on ", address),
           {{"ranks", group->ep_size()},
-           {"threads_per_rank", group->threads_per_rank()},
-           {"isa", group->instruction_set()},
+           {"threads_per_rank", local_group->threads_per_rank()},
+           {"isa", instruction_set()},
            {"tls", !options.server.tls_certificate.empty()}});
 }
 
@@ -274,7 +318,7 @@ v1::GetStatusResponse ControlPlane::Impl::Status() const {
   const bool draining = state.draining();
   response.set_incarnation(group->incarnation());
   response.set_epoch(group->epoch());
-  response.set_ready(loaded && !draining);
+  response.set_ready(loaded && !draining && group->epoch() != 0);
   response.set_draining(draining);
   response.set_version(EXPERTMESH_VERSION);
   response.set_uptime_micros(absl::ToInt64Microseconds(absl::Now() - start_time));
@@ -282,6 +326,7 @@ v1::GetStatusResponse ControlPlane::Impl::Status() const {
   response.set_ep_size(group->ep_size());
   response.set_num_lanes(1);
   if (!loaded) response.set_detail("the experts are being loaded");
+  if (loaded && group->epoch() == 0) response.set_detail("not all ranks are there");
   if (draining) response.set_detail("this server is stopping");
   if (loaded) FillControlStatus(controller->Snapshot(), &response);
   FillRankStatus(loaded, &response);
@@ -289,15 +334,16 @@ v1::GetStatusResponse ControlPlane::Impl::Status() const {
 }
 
 void ControlPlane::Impl::FillRankStatus(bool loaded, v1::GetStatusResponse* response) const {
+  if (remote_group != nullptr) return FillMemberStatus(remote_group->Members(), response);
   for (int32_t rank = 0; rank < group->ep_size(); ++rank) {
     v1::RankStatus* out = response->add_ranks();
     out->set_ep_rank(rank);
     out->set_address("in-process");
     out->set_state(loaded ? v1::RANK_STATE_ACTIVE : v1::RANK_STATE_LOADING);
-    out->set_instruction_set(group->instruction_set());
+    out->set_instruction_set(instruction_set());
     if (!loaded) continue;
     out->set_load_progress(1);
-    for (const Model& model : models) {
+    for (const ServedModel& model : models) {
       for (const LayerSpec& layer : model.spec.layers) {
         const Placement* placement = group->placement(model.spec.name, layer.index);
         const auto num_experts = static_cast<int64_t>(placement->local_experts(rank).size());
@@ -313,24 +359,23 @@ ControlPlane::ControlPlane(ControlPlaneOptions options)
 ControlPlane::~ControlPlane() = default;
 
 absl::Status ControlPlane::Start() {
-  absl::StatusOr<std::vector<Model>> models = OpenCheckpoints(impl_->options);
+  absl::StatusOr<std::vector<ServedModel>> models =
+      OpenCheckpoints(impl_->options.models, impl_->options.architecture);
   if (!models.ok()) return models.status();
   impl_->models = *std::move(models);
-  absl::StatusOr<std::unique_ptr<LocalExpertGroup>> group =
-      LocalExpertGroup::Create(impl_->options.group);
-  if (!group.ok()) return group.status();
-  impl_->group = *std::move(group);
+  if (absl::Status status = impl_->MakeGroup(); !status.ok()) return status;
   impl_->MakeValidator();
   absl::Status status = impl_->StartMetrics();
   if (status.ok()) status = impl_->Listen();
   if (status.ok()) status = LoadRouters(impl_->models, &impl_->routers);
-  if (status.ok()) {
-    status = LoadExperts(impl_->models, impl_->options.progress_on_terminal, impl_->group.get());
+  if (status.ok() && impl_->local_group != nullptr) {
+    status =
+        LoadExperts(impl_->models, impl_->options.progress_on_terminal, impl_->local_group.get());
   }
   if (!status.ok()) return status;
-  for (Model& model : impl_->models) model.source.reset();
+  for (ServedModel& model : impl_->models) model.source.reset();
   impl_->Serve();
-  return absl::OkStatus();
+  return impl_->remote_group == nullptr ? absl::OkStatus() : impl_->ListenToRanks();
 }
 
 void ControlPlane::Stop() {
@@ -349,12 +394,17 @@ void ControlPlane::Stop() {
 void ControlPlane::WaitForStopAndDrain() {
   impl_->stop.WaitForNotification();
   LogInfo("draining", {{"timeout", absl::FormatDuration(impl_->options.drain_timeout)}});
-  impl_->server->SetServing(false);
-  impl_->metrics.ready.Set(0);
+  {
+    const std::lock_guard<std::mutex> lock(impl_->start_mutex);
+    impl_->is_stopping = true;
+    impl_->server->SetServing(false);
+    impl_->metrics.ready.Set(0);
+  }
   const absl::Status drained = impl_->controller->Drain(absl::Now() + impl_->options.drain_timeout);
   if (!drained.ok()) LogWarning("calls were cut off", {{"error", drained.message()}});
   impl_->streams.EndAll();
   impl_->server->Shutdown(absl::Now() + kTimeToSendAnswers);
+  impl_->CloseRanks(absl::Now() + kTimeToSendAnswers);
   LogInfo("stopped");
 }
 

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "server/cluster/local_expert_group.h"
+#include "server/cluster/remote_expert_group.h"
 #include "server/control/step_controller.h"
 #include "server/rpc/forward_stream_set.h"
 #include "server/rpc/grpc_server.h"
@@ -27,12 +28,17 @@ struct ControlPlaneOptions {
   ForwardStreamLimits streams;
   bool progress_on_terminal = false;
   LocalExpertGroupOptions group;
+  // Ranks that are other processes, instead of `group`: where they dial.
+  std::string rank_listen;     // empty: none
+  std::string rank_port_file;  // as port_file
+  std::vector<std::string> rank_tls_names;
+  RemoteExpertGroupOptions ranks;
   StepControllerOptions controller;
   GrpcServerOptions server;
 };
 
-// The control plane with its ranks inside: what the process does after its flags were read.
-// server/README.md walks a request through it.
+// The control plane, with its ranks inside or dialled by them: what the process does after its
+// flags were read. server/README.md walks a request through it.
 class ControlPlane {
  public:
   explicit ControlPlane(ControlPlaneOptions options);

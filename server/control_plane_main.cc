@@ -3,17 +3,15 @@
 #include <unistd.h>
 
 #include <cstdio>
-#include <fstream>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
 #include "server/control_plane.h"
+#include "server/flag_values.h"
 #include "server/ops/command_line.h"
 #include "server/ops/logging.h"
 #include "server/ops/stop_signals.h"
@@ -29,6 +27,19 @@ ABSL_FLAG(std::vector<std::string>, model, {},
 ABSL_FLAG(std::string, architecture, "",
           "Reads checkpoints as this architecture, whatever their config.json says.");
 ABSL_FLAG(int32_t, local_ranks, 1, "Expert-parallel ranks inside this process.");
+ABSL_FLAG(
+    int32_t, ep_size, 0,
+    "Expert-parallel ranks that are processes of their own (expertmesh-expert-server), instead "
+    "of --local_ranks. With --rank_listen.");
+ABSL_FLAG(std::string, rank_listen, "",
+          "host:port that expert servers dial: a private address. Port 0: the system chooses.");
+ABSL_FLAG(std::string, rank_port_file, "",
+          "File to write that port's number to, once it is bound; for port 0.");
+ABSL_FLAG(std::vector<std::string>, rank_tls_names, {},
+          "Names (subject alternative names of their certificates) that expert servers may have; "
+          "empty: any certificate of --tls_ca.");
+ABSL_FLAG(absl::Duration, heartbeat_timeout, absl::Seconds(5),
+          "An expert server that is silent for longer is lost.");
 ABSL_FLAG(std::string, listen, "127.0.0.1:50051",
           "host:port of the public gRPC service. Port 0: the system chooses.");
 ABSL_FLAG(std::string, metrics_listen, "127.0.0.1:9464",
@@ -75,76 +86,51 @@ namespace {
 constexpr int kExitFailure = 1;
 constexpr int kExitUsage = 2;
 constexpr char kUsage[] =
-    "usage: expertmesh-control-plane --checkpoint=DIR [--local_ranks=N] [flags]\n"
+    "usage: expertmesh-control-plane --checkpoint=DIR [--local_ranks=N | --ep_size=N "
+    "--rank_listen=HOST:PORT] [flags]\n"
     "Serves the experts of a Mixture-of-Experts checkpoint over gRPC.\n\nflags:\n";
-
-absl::StatusOr<std::string> ReadFile(const std::string& path) {
-  if (path.empty()) return std::string();
-  std::ifstream file(path, std::ios::binary);
-  std::stringstream text;
-  text << file.rdbuf();
-  if (!file) return absl::NotFoundError(absl::StrCat("cannot read ", path));
-  return text.str();
-}
-
-absl::StatusOr<std::optional<CpuIsa>> ParseIsa(const std::string& name) {
-  if (name == "auto") return std::nullopt;
-  std::string known = "auto";
-  for (const CpuIsa isa : {CpuIsa::kPortable, CpuIsa::kAvx2, CpuIsa::kAvx512Bf16}) {
-    if (name == CpuIsaName(isa)) return isa;
-    absl::StrAppend(&known, ", ", CpuIsaName(isa));
-  }
-  return absl::InvalidArgumentError(absl::StrCat("--isa is '", name, "'; known: ", known));
-}
-
-absl::Status Positive(const char* flag, int64_t value) {
-  if (value > 0) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("--", flag, " is ", value, "; at least 1"));
-}
-
-absl::Status Positive(const char* flag, absl::Duration value) {
-  if (value > absl::ZeroDuration()) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("--", flag, " is ", absl::FormatDuration(value), "; above 0"));
-}
-
-absl::Status ReadModelFlags(ControlPlaneOptions* options) {
-  if (const std::string folder = absl::GetFlag(FLAGS_checkpoint); !folder.empty()) {
-    options->models.emplace_back(absl::GetFlag(FLAGS_model_name), folder);
-  }
-  for (const std::string& text : absl::GetFlag(FLAGS_model)) {
-    const std::vector<std::string> parts = absl::StrSplit(text, absl::MaxSplits('=', 1));
-    if (parts.size() != 2 || parts[0].empty() || parts[1].empty()) {
-      return absl::InvalidArgumentError(absl::StrCat("--model has '", text, "'; NAME=DIR"));
-    }
-    options->models.emplace_back(parts[0], parts[1]);
-  }
-  if (options->models.empty()) return absl::InvalidArgumentError("--checkpoint is missing");
-  return absl::OkStatus();
-}
 
 // Once; everything that is wrong with a flag is found here.
 absl::StatusOr<ControlPlaneOptions> ReadFlags() {
   ControlPlaneOptions options;
+  absl::StatusOr<std::vector<std::pair<std::string, std::string>>> models = ParseModelFlags(
+      absl::GetFlag(FLAGS_checkpoint), absl::GetFlag(FLAGS_model_name), absl::GetFlag(FLAGS_model));
+  if (!models.ok()) return models.status();
+  options.models = *std::move(models);
   for (const absl::Status& status :
-       {ReadModelFlags(&options), Positive("local_ranks", absl::GetFlag(FLAGS_local_ranks)),
-        Positive("max_step_tokens", absl::GetFlag(FLAGS_max_step_tokens)),
-        Positive("max_rank_pairs", absl::GetFlag(FLAGS_max_rank_pairs)),
-        Positive("max_inflight_bytes", absl::GetFlag(FLAGS_max_inflight_bytes).bytes),
-        Positive("max_inflight_tokens", absl::GetFlag(FLAGS_max_inflight_tokens)),
-        Positive("max_stream_inflight_bytes", absl::GetFlag(FLAGS_max_stream_inflight_bytes).bytes),
-        Positive("max_all_streams_inflight_bytes",
-                 absl::GetFlag(FLAGS_max_all_streams_inflight_bytes).bytes),
-        Positive("max_message_bytes", absl::GetFlag(FLAGS_max_message_bytes).bytes),
-        Positive("max_transport_bytes", absl::GetFlag(FLAGS_max_transport_bytes).bytes),
-        Positive("max_deadline", absl::GetFlag(FLAGS_max_deadline)),
-        Positive("step_timeout", absl::GetFlag(FLAGS_step_timeout))}) {
+       {CheckPositive("local_ranks", absl::GetFlag(FLAGS_local_ranks)),
+        CheckPositive("max_step_tokens", absl::GetFlag(FLAGS_max_step_tokens)),
+        CheckPositive("max_rank_pairs", absl::GetFlag(FLAGS_max_rank_pairs)),
+        CheckPositive("max_inflight_bytes", absl::GetFlag(FLAGS_max_inflight_bytes).bytes),
+        CheckPositive("max_inflight_tokens", absl::GetFlag(FLAGS_max_inflight_tokens)),
+        CheckPositive("max_stream_inflight_bytes",
+                      absl::GetFlag(FLAGS_max_stream_inflight_bytes).bytes),
+        CheckPositive("max_all_streams_inflight_bytes",
+                      absl::GetFlag(FLAGS_max_all_streams_inflight_bytes).bytes),
+        CheckPositive("max_message_bytes", absl::GetFlag(FLAGS_max_message_bytes).bytes),
+        CheckPositive("max_transport_bytes", absl::GetFlag(FLAGS_max_transport_bytes).bytes),
+        CheckPositive("max_deadline", absl::GetFlag(FLAGS_max_deadline)),
+        CheckPositive("heartbeat_timeout", absl::GetFlag(FLAGS_heartbeat_timeout)),
+        CheckPositive("step_timeout", absl::GetFlag(FLAGS_step_timeout))}) {
     if (!status.ok()) return status;
+  }
+  options.ranks.ep_size = absl::GetFlag(FLAGS_ep_size);
+  options.ranks.heartbeat_timeout = absl::GetFlag(FLAGS_heartbeat_timeout);
+  options.ranks.step_timeout = absl::GetFlag(FLAGS_step_timeout);
+  options.rank_listen = absl::GetFlag(FLAGS_rank_listen);
+  options.rank_port_file = absl::GetFlag(FLAGS_rank_port_file);
+  options.rank_tls_names = absl::GetFlag(FLAGS_rank_tls_names);
+  if ((options.ranks.ep_size > 0) == options.rank_listen.empty() || options.ranks.ep_size < 0) {
+    return absl::InvalidArgumentError(
+        "--ep_size (at least 1) and --rank_listen go together: ranks that are other processes");
+  }
+  if (!options.rank_tls_names.empty() && absl::GetFlag(FLAGS_tls_ca).empty()) {
+    return absl::InvalidArgumentError("--rank_tls_names needs --tls_ca");
   }
   if (absl::GetFlag(FLAGS_threads) < 0) {
     return absl::InvalidArgumentError("--threads is negative; 0: one for each core");
   }
-  absl::StatusOr<std::optional<CpuIsa>> isa = ParseIsa(absl::GetFlag(FLAGS_isa));
+  absl::StatusOr<std::optional<CpuIsa>> isa = ParseIsaFlag(absl::GetFlag(FLAGS_isa));
   if (!isa.ok()) return isa.status();
   options.group.num_ranks = absl::GetFlag(FLAGS_local_ranks);
   options.group.num_threads = absl::GetFlag(FLAGS_threads);
@@ -174,7 +160,7 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
        {std::pair{absl::GetFlag(FLAGS_tls_cert), &options.server.tls_certificate},
         {absl::GetFlag(FLAGS_tls_key), &options.server.tls_key},
         {absl::GetFlag(FLAGS_tls_ca), &options.server.tls_ca}}) {
-    absl::StatusOr<std::string> file = ReadFile(flag);
+    absl::StatusOr<std::string> file = ReadFlagFile(flag);
     if (!file.ok()) return file.status();
     *text = *std::move(file);
   }

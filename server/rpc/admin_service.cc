@@ -40,6 +40,22 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
   const AdminServiceOptions options_;
 };
 
+v1::RankState StateToWire(MemberState state) {
+  switch (state) {
+    case MemberState::kMissing:
+      return v1::RANK_STATE_MISSING;
+    case MemberState::kJoined:
+    case MemberState::kStandingBy:
+    case MemberState::kForming:
+      return v1::RANK_STATE_STANDING_BY;
+    case MemberState::kActive:
+      return v1::RANK_STATE_ACTIVE;
+    case MemberState::kTearingDown:
+      return v1::RANK_STATE_TEARING_DOWN;
+  }
+  return v1::RANK_STATE_UNSPECIFIED;
+}
+
 }  // namespace
 
 std::unique_ptr<grpc::Service> NewAdminService(AdminServiceOptions options) {
@@ -58,6 +74,26 @@ void FillControlStatus(const ControlSnapshot& snapshot, v1::GetStatusResponse* r
   response->set_num_replays(snapshot.steps_lost);
   response->set_num_requests_ok(snapshot.calls_completed);
   response->set_num_requests_failed(snapshot.calls_failed + snapshot.calls_refused);
+}
+
+void FillMemberStatus(absl::Span<const MemberView> members, v1::GetStatusResponse* response) {
+  for (size_t rank = 0; rank < members.size(); ++rank) {
+    const MemberView& member = members[rank];
+    v1::RankStatus* out = response->add_ranks();
+    out->set_ep_rank(static_cast<int32_t>(rank));
+    out->set_address(member.address);
+    out->set_state(StateToWire(member.state));
+    out->set_num_experts(member.num_experts);
+    out->set_weight_bytes(member.weight_bytes);
+    out->set_heartbeat_age_micros(absl::ToInt64Microseconds(member.heartbeat_age));
+    out->set_instruction_set(member.instruction_set);
+    if (member.state == MemberState::kMissing) {
+      out->set_detail("no expert server with this number has joined");
+    } else {
+      out->set_load_progress(1);
+    }
+    if (member.state == MemberState::kForming) out->set_detail("forming an epoch");
+  }
 }
 
 }  // namespace expertmesh

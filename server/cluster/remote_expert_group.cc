@@ -1,0 +1,375 @@
+#include "server/cluster/remote_expert_group.h"
+
+#include <algorithm>
+#include <random>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/base/host_buffer_pool.h"
+#include "server/ops/call_error.h"
+#include "server/ops/logging.h"
+
+namespace expertmesh {
+namespace {
+
+using Placements = std::map<std::string, std::map<int32_t, Placement>, std::less<>>;
+
+uint64_t NewIncarnation() {
+  std::random_device random;
+  uint64_t incarnation = 0;
+  while (incarnation == 0) incarnation = (uint64_t{random()} << 32) | random();
+  return incarnation;
+}
+
+// What a rank reports when a peer, not itself, is to blame.
+bool IsPeersFault(const absl::Status& status) {
+  return absl::IsAborted(status) || absl::IsUnavailable(status);
+}
+
+}  // namespace
+
+struct RemoteExpertGroup::RunningStep {
+  explicit RunningStep(int32_t ep_size)
+      : results(ep_size, absl::UnknownError("no answer yet")), num_missing(ep_size) {}
+
+  void OnDone(int32_t ep_rank, absl::StatusOr<RankStepResult> result) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!result.ok()) {
+      absl::Status& error = IsPeersFault(result.status()) ? peers_error : own_error;
+      error.Update(absl::Status(result.status().code(),
+                                absl::StrCat("rank ", ep_rank, ": ", result.status().message())));
+    }
+    results[ep_rank] = std::move(result);
+    --num_missing;
+    changed.notify_all();
+  }
+  void OnLost(const absl::Status& reason) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    lost.Update(reason);
+    changed.notify_all();
+  }
+  bool IsDecided() const { return num_missing == 0 || !lost.ok() || !own_error.ok(); }
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<absl::StatusOr<RankStepResult>> results;  // [ep_size]
+  int32_t num_missing;
+  absl::Status own_error;    // first one that is a rank's own
+  absl::Status peers_error;  // first one that another rank caused
+  absl::Status lost;         // the epoch ended
+};
+
+absl::StatusOr<std::unique_ptr<RemoteExpertGroup>> RemoteExpertGroup::Create(
+    const RemoteExpertGroupOptions& options, absl::Span<const ModelSpec* const> models,
+    Clock* clock) {
+  if (options.ep_size < 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("ep_size: ", options.ep_size, " must be at least 1"));
+  }
+  RemoteExpertGroupOptions own_options = options;
+  if (own_options.allocator == nullptr) own_options.allocator = std::make_shared<HostBufferPool>();
+  Placements placements;
+  MembershipOptions membership;
+  membership.incarnation = NewIncarnation();
+  membership.ep_size = options.ep_size;
+  membership.heartbeat_timeout = options.heartbeat_timeout;
+  membership.form_timeout = options.form_timeout;
+  membership.teardown_timeout = options.teardown_timeout;
+  for (const ModelSpec* model : models) {
+    ExpectedModel expected;
+    expected.name = model->name;
+    expected.fingerprint = model->fingerprint;
+    for (const LayerSpec& layer : model->layers) {
+      absl::StatusOr<Placement> placement =
+          Placement::Contiguous(layer.num_experts, options.ep_size);
+      if (!placement.ok()) return placement.status();
+      // Stays where it is when the maps are moved.
+      expected.layers[layer.index] =
+          &placements[model->name].emplace(layer.index, *std::move(placement)).first->second;
+    }
+    membership.models.push_back(std::move(expected));
+  }
+  return std::unique_ptr<RemoteExpertGroup>(new RemoteExpertGroup(
+      std::move(own_options), std::move(placements), std::move(membership), clock));
+}
+
+RemoteExpertGroup::RemoteExpertGroup(RemoteExpertGroupOptions options, Placements placements,
+                                     MembershipOptions membership_options, Clock* clock)
+    : options_(std::move(options)),
+      incarnation_(membership_options.incarnation),
+      placements_(std::move(placements)),
+      clock_(clock),
+      membership_(std::move(membership_options), clock),
+      ranks_(options_.ep_size),
+      stream_members_(options_.ep_size) {
+  clock_thread_ = std::thread([this] { WatchClock(); });
+}
+
+RemoteExpertGroup::~RemoteExpertGroup() {
+  Close();
+  clock_thread_.join();
+}
+
+void RemoteExpertGroup::SetEpochListener(std::function<void(uint64_t epoch)> listener) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  listener_ = std::move(listener);
+}
+
+const Placement* RemoteExpertGroup::placement(std::string_view model, int32_t layer) const {
+  const auto layers = placements_.find(model);
+  if (layers == placements_.end()) return nullptr;
+  const auto found = layers->second.find(layer);
+  return found == layers->second.end() ? nullptr : &found->second;
+}
+
+void RemoteExpertGroup::WatchClock() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!closed_) {
+    const absl::Time deadline = membership_.next_deadline();
+    if (clock_->Now() < deadline) {
+      clock_->WaitUntil(clock_cv_, lock, deadline);
+      continue;
+    }
+    membership_.Tick();
+    Act(lock);
+  }
+}
+
+void RemoteExpertGroup::PlanOrder(const MembershipAction& action) {
+  // Who joins again has another stream by now.
+  std::shared_ptr<RemoteRank>& place = ranks_[action.ep_rank];
+  const bool is_there = stream_members_[action.ep_rank] == action.member_id;
+  std::shared_ptr<RemoteRank> rank = is_there ? place : nullptr;
+  switch (action.kind) {
+    case MembershipAction::Kind::kEnterEpoch:
+      orders_.push_back([this, rank = std::move(rank), epoch = action.epoch] {
+        if (rank == nullptr) return;
+        rank->EnterEpoch(incarnation_, epoch, options_.form_timeout, options_.step_timeout);
+      });
+      return;
+    case MembershipAction::Kind::kEndEpoch:
+      orders_.push_back([rank = std::move(rank), epoch = action.epoch, reason = action.reason] {
+        if (rank != nullptr) rank->EndEpoch(epoch, reason);
+      });
+      return;
+    case MembershipAction::Kind::kDrop:
+      LogWarning("a rank was lost", {{"ep_rank", action.ep_rank},
+                                     {"member", action.member_id},
+                                     {"why", action.reason.message()}});
+      if (is_there) {
+        place.reset();
+        stream_members_[action.ep_rank] = 0;
+      }
+      orders_.push_back([rank = std::move(rank), reason = action.reason] {
+        if (rank != nullptr) rank->Close(reason);
+      });
+      return;
+  }
+}
+
+void RemoteExpertGroup::Act(std::unique_lock<std::mutex>& lock) {
+  absl::Status end_reason = absl::UnavailableError("the epoch ended");
+  for (const MembershipAction& action : membership_.TakeActions()) {
+    if (!action.reason.ok()) end_reason = action.reason;
+    PlanOrder(action);
+  }
+  const uint64_t forming = membership_.forming_epoch();
+  if (const uint64_t formed = std::exchange(forming_epoch_, forming);
+      formed != 0 && formed != forming) {
+    // Its secrets are of no use any more, and nobody may wait for them.
+    orders_.push_back(
+        [this, formed] { rendezvous_.RemovePrefix(RendezvousPrefix(incarnation_, formed)); });
+  }
+  const uint64_t epoch = membership_.epoch();
+  if (const uint64_t last = epoch_.exchange(epoch, std::memory_order_acq_rel); last != epoch) {
+    if (last != 0) {
+      LogWarning("an epoch ended", {{"epoch", last}, {"why", end_reason.message()}});
+      if (running_ != nullptr) {
+        running_->OnLost(CallError(ErrorReason::kStepLost, end_reason.message()));
+      }
+    }
+    if (epoch != 0) LogInfo("an epoch stands", {{"epoch", epoch}, {"ranks", options_.ep_size}});
+    if (listener_) {
+      orders_.push_back([this, epoch] { listener_(epoch); });
+    }
+  }
+  clock_cv_.notify_one();
+  if (acting_) return;
+  acting_ = true;
+  while (!orders_.empty()) {
+    absl::AnyInvocable<void()> order = std::move(orders_.front());
+    orders_.pop_front();
+    lock.unlock();
+    order();
+    order = nullptr;  // may be the last to hold a stream
+    lock.lock();
+  }
+  acting_ = false;
+}
+
+absl::StatusOr<uint64_t> RemoteExpertGroup::Join(const RankOffer& offer) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (closed_) return CallError(ErrorReason::kDraining, "the control plane is stopping");
+  absl::StatusOr<uint64_t> member_id = membership_.Join(offer);
+  Act(lock);
+  lock.unlock();
+  if (member_id.ok()) {
+    LogInfo("a rank joined", {{"ep_rank", offer.ep_rank},
+                              {"member", *member_id},
+                              {"address", offer.address},
+                              {"isa", offer.instruction_set}});
+  } else {
+    LogWarning("a rank was refused",
+               {{"ep_rank", offer.ep_rank}, {"why", member_id.status().message()}});
+  }
+  return member_id;
+}
+
+absl::Status RemoteExpertGroup::Attach(uint64_t incarnation, uint64_t member_id,
+                                       std::shared_ptr<RemoteRank> rank) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (closed_) return CallError(ErrorReason::kDraining, "the control plane is stopping");
+  const int32_t ep_rank = rank->ep_rank();
+  const std::vector<MemberView> members = membership_.View();
+  if (ep_rank < 0 || ep_rank >= options_.ep_size ||
+      (incarnation == incarnation_ && members[ep_rank].member_id != member_id)) {
+    return CallError(ErrorReason::kStaleEpoch,
+                     absl::StrCat("member ", member_id, " is not rank ", ep_rank, ": join again"));
+  }
+  if (absl::Status status = membership_.Attach(incarnation, member_id); !status.ok()) {
+    return status;
+  }
+  ranks_[ep_rank] = std::move(rank);
+  stream_members_[ep_rank] = member_id;
+  Act(lock);
+  return absl::OkStatus();
+}
+
+absl::Status RemoteExpertGroup::Heartbeat(uint64_t incarnation, uint64_t member_id) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return membership_.Heartbeat(incarnation, member_id);
+}
+
+void RemoteExpertGroup::OnEpochReady(uint64_t member_id, uint64_t epoch,
+                                     const absl::Status& status) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  membership_.EpochReady(member_id, epoch, status);
+  Act(lock);
+}
+
+void RemoteExpertGroup::OnEpochDown(uint64_t member_id, uint64_t epoch) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  membership_.EpochDown(member_id, epoch);
+  Act(lock);
+}
+
+void RemoteExpertGroup::OnStreamEnded(uint64_t member_id, const absl::Status& reason) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  membership_.Lose(member_id, reason);
+  Act(lock);
+}
+
+void RemoteExpertGroup::EndEpoch(uint64_t epoch, const absl::Status& reason) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  membership_.EndEpoch(epoch, reason);
+  Act(lock);
+}
+
+absl::Status RemoteExpertGroup::CheckForming(uint64_t incarnation, uint64_t epoch) const {
+  if (incarnation != incarnation_) {
+    return CallError(ErrorReason::kStaleIncarnation,
+                     absl::StrCat("incarnation ", incarnation, " is past: join again"));
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (epoch == 0 || epoch != membership_.forming_epoch()) {
+    return CallError(ErrorReason::kStaleEpoch, absl::StrCat("epoch ", epoch, " is not forming"));
+  }
+  return absl::OkStatus();
+}
+
+std::vector<MemberView> RemoteExpertGroup::Members() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return membership_.View();
+}
+
+void RemoteExpertGroup::Close() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (closed_) return;
+  closed_ = true;
+  const absl::Status reason = CallError(ErrorReason::kDraining, "the control plane is stopping");
+  for (const MemberView& member : membership_.View()) {
+    if (member.member_id != 0) membership_.Lose(member.member_id, reason);
+  }
+  Act(lock);
+}
+
+absl::StatusOr<GroupStepResult> RemoteExpertGroup::RunStep(GroupStep step, bool /*on_caller*/,
+                                                           absl::Time step_deadline) {
+  if (static_cast<int64_t>(step.plan.slices.size()) != ep_size() ||
+      static_cast<int64_t>(step.shards.size()) != ep_size()) {
+    return absl::InvalidArgumentError(absl::StrCat("step: ", step.plan.slices.size(),
+                                                   " slices and ", step.shards.size(),
+                                                   " shards for ", ep_size(), " ranks"));
+  }
+  const uint64_t epoch = step.plan.slices.front().header.epoch;
+  const auto run = std::make_shared<RunningStep>(ep_size());
+  std::vector<std::shared_ptr<RemoteRank>> ranks;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const StepSlice& slice : step.plan.slices) {
+      if (slice.header.incarnation != incarnation_ || slice.header.epoch != membership_.epoch() ||
+          slice.header.epoch == 0) {
+        return CallError(
+            ErrorReason::kStepLost,
+            absl::StrCat("the step was planned for incarnation ", slice.header.incarnation,
+                         " epoch ", slice.header.epoch, "; the group is in ", incarnation_,
+                         " epoch ", membership_.epoch()));
+      }
+    }
+    running_ = run;
+    ranks = ranks_;
+  }
+  for (int32_t rank = 0; rank < ep_size(); ++rank) {
+    ranks[rank]->RunStep(std::move(step.plan.slices[rank]), std::move(step.shards[rank]),
+                         step_deadline, [run, rank](absl::StatusOr<RankStepResult> result) {
+                           run->OnDone(rank, std::move(result));
+                         });
+  }
+
+  absl::Status error;
+  GroupStepResult result;
+  {
+    std::unique_lock<std::mutex> lock(run->mutex);
+    while (!run->IsDecided() && clock_->Now() < step_deadline) {
+      clock_->WaitUntil(run->changed, lock, step_deadline);
+    }
+    if (!run->own_error.ok()) {
+      error = run->own_error;
+    } else if (!run->lost.ok()) {
+      error = run->lost;
+    } else if (run->num_missing > 0) {
+      error = absl::DeadlineExceededError(
+          absl::StrCat(run->num_missing, " ranks did not end their part of the step in time"));
+    } else if (!run->peers_error.ok()) {
+      error = CallError(ErrorReason::kStepLost, run->peers_error.message());
+    } else {
+      for (absl::StatusOr<RankStepResult>& part : run->results) {
+        const StepTimings& timings = part->timings;
+        StepTimings& slowest = result.timings;
+        slowest.dispatch_micros = std::max(slowest.dispatch_micros, timings.dispatch_micros);
+        slowest.compute_micros = std::max(slowest.compute_micros, timings.compute_micros);
+        slowest.combine_micros = std::max(slowest.combine_micros, timings.combine_micros);
+        result.shards.push_back(std::move(part->output));
+      }
+    }
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    running_.reset();
+  }
+  if (error.ok()) return result;
+  EndEpoch(epoch, error);
+  return error;
+}
+
+}  // namespace expertmesh

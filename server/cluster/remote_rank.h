@@ -1,0 +1,29 @@
+#ifndef EXPERTMESH_SERVER_CLUSTER_REMOTE_RANK_H_
+#define EXPERTMESH_SERVER_CLUSTER_REMOTE_RANK_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "server/cluster/rank_client.h"
+
+namespace expertmesh {
+
+// A rank in another process, which forms its communicators itself. Nothing here blocks or calls
+// back into the caller before it returns; what the rank answers comes to RemoteExpertGroup. Thread
+// safe, but commands go out in the order of the calls. Abort ends the rank's part of the epoch's
+// running step with the step's `done`, not the epoch.
+class RemoteRank : public RankClient {
+ public:
+  // Answered by RemoteExpertGroup::OnEpochReady.
+  virtual void EnterEpoch(uint64_t incarnation, uint64_t epoch, absl::Duration form_timeout,
+                          absl::Duration operation_timeout) = 0;
+  // Answered by RemoteExpertGroup::OnEpochDown.
+  virtual void EndEpoch(uint64_t epoch, const absl::Status& reason) = 0;
+  // Ends the stream; running steps are done with UNAVAILABLE.
+  virtual void Close(const absl::Status& reason) = 0;
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_CLUSTER_REMOTE_RANK_H_

@@ -1,0 +1,164 @@
+#include "server/expert_server.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/base/checked_math.h"
+#include "kernels/base/host_buffer_pool.h"
+#include "server/checkpoints.h"
+#include "server/cluster/memory_need.h"
+#include "server/model/placement.h"
+#include "server/ops/logging.h"
+#include "server/rank/rank_backend.h"
+#include "server/rank/rank_engine.h"
+#include "server/rpc/expert_rank.h"
+
+namespace expertmesh {
+namespace {
+
+// Cores that must be left over for an idle thread to spin, and for how long it may.
+constexpr int kSpareCores = 2;
+constexpr int64_t kSpinMicros = 50;
+
+}  // namespace
+
+struct ExpertServer::Impl {
+  explicit Impl(ExpertServerOptions o) : options(std::move(o)) {}
+
+  absl::Status MakeEngine();
+  absl::Status LoadExperts(const std::vector<ServedModel>& models);
+  // Places the layers and says what the rank will hold.
+  absl::StatusOr<int64_t> Plan(const std::vector<ServedModel>& models);
+
+  const ExpertServerOptions options;
+  const std::shared_ptr<Allocator> allocator = std::make_shared<HostBufferPool>();
+  std::map<std::string, std::map<int32_t, Placement>> placements;
+  ExpertRankOptions rank_options;
+  std::unique_ptr<RankEngine> engine;
+  std::unique_ptr<ExpertRank> rank;
+
+  std::mutex mutex;
+  bool is_loaded = false;
+};
+
+ExpertServer::ExpertServer(ExpertServerOptions options)
+    : impl_(std::make_unique<Impl>(std::move(options))) {}
+
+ExpertServer::~ExpertServer() = default;
+
+absl::Status ExpertServer::Impl::MakeEngine() {
+  const int num_cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  const int num_threads = options.num_threads > 0 ? options.num_threads : num_cores;
+  CpuRankBackendOptions backend_options;
+  backend_options.isa = options.isa.value_or(SupportedCpuIsas().back());
+  backend_options.threads.num_threads = num_threads;
+  backend_options.threads.spin_micros = num_cores - num_threads >= kSpareCores ? kSpinMicros : 0;
+  backend_options.allocator = allocator;
+  absl::StatusOr<std::unique_ptr<RankBackend>> backend = NewCpuRankBackend(backend_options);
+  if (!backend.ok()) return backend.status();
+  RankEngineOptions engine_options;
+  engine_options.ep_rank = options.ep_rank;
+  engine_options.ep_size = options.ep_size;
+  engine_options.backend = *std::move(backend);
+  engine = std::make_unique<RankEngine>(std::move(engine_options));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int64_t> ExpertServer::Impl::Plan(const std::vector<ServedModel>& models) {
+  int64_t need = 0;
+  for (const ServedModel& model : models) {
+    ModelManifest& manifest = rank_options.models.emplace_back();
+    manifest.model = model.spec.name;
+    manifest.fingerprint = model.spec.fingerprint;
+    rank_options.hidden_sizes[model.spec.name] = model.spec.hidden_size;
+    for (const LayerSpec& layer : model.spec.layers) {
+      absl::StatusOr<Placement> placement =
+          Placement::Contiguous(layer.num_experts, options.ep_size);
+      if (!placement.ok()) return placement.status();
+      const absl::Span<const int32_t> held = placement->local_experts(options.ep_rank);
+      manifest.layers.push_back({layer.index, layer.num_experts, {held.begin(), held.end()}});
+      absl::StatusOr<int64_t> bytes =
+          PackedLayerBytes(model.spec, layer, *placement, options.ep_rank);
+      if (!bytes.ok()) return bytes.status();
+      const std::optional<int64_t> sum = CheckedAdd(need, *bytes);
+      if (!sum) return absl::OutOfRangeError("the experts fit no memory");
+      need = *sum;
+      placements[model.spec.name].emplace(layer.index, *std::move(placement));
+    }
+  }
+  return need;
+}
+
+absl::Status ExpertServer::Impl::LoadExperts(const std::vector<ServedModel>& models) {
+  const absl::StatusOr<int64_t> need = Plan(models);
+  if (!need.ok()) return need.status();
+  const absl::StatusOr<int64_t> available = AvailableMemoryBytes();
+  if (!available.ok()) return available.status();
+  if (absl::Status status = CheckMemoryNeed(*need, *available); !status.ok()) return status;
+  LoadReporter reporter(
+      ProgressToStderr(options.progress_on_terminal),
+      absl::StrCat(NamesOf(models), " (rank ", options.ep_rank, " of ", options.ep_size, ")"));
+  reporter.Start(*need, *available);
+  std::mutex progress_mutex;
+  int64_t loaded = 0;
+  absl::Status status;
+  for (const ServedModel& model : models) {
+    for (const LayerSpec& layer : model.spec.layers) {
+      status.Update(engine->LoadLayer(*model.source, layer,
+                                      placements.at(model.spec.name).at(layer.index),
+                                      [&](int64_t num_bytes) {
+                                        const std::lock_guard<std::mutex> lock(progress_mutex);
+                                        loaded += num_bytes;
+                                        reporter.Update(loaded, *need);
+                                      }));
+      if (!status.ok()) break;
+    }
+  }
+  reporter.Finish(status);
+  return status;
+}
+
+absl::Status ExpertServer::Load() {
+  const ExpertServerOptions& options = impl_->options;
+  absl::StatusOr<std::vector<ServedModel>> models =
+      OpenCheckpoints(options.models, options.architecture);
+  if (!models.ok()) return models.status();
+  absl::Status status = impl_->MakeEngine();
+  if (status.ok()) status = impl_->LoadExperts(*models);
+  if (!status.ok()) return status;
+  ExpertRankOptions rank_options = std::move(impl_->rank_options);
+  rank_options.control_plane = options.control_plane;
+  rank_options.tls_certificate = options.tls_certificate;
+  rank_options.tls_key = options.tls_key;
+  rank_options.tls_ca = options.tls_ca;
+  rank_options.engine = impl_->engine.get();
+  rank_options.allocator = impl_->allocator;
+  rank_options.comm_address = options.comm_address;
+  rank_options.join_timeout = options.join_timeout;
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  impl_->rank = std::make_unique<ExpertRank>(std::move(rank_options));
+  impl_->is_loaded = true;
+  LogInfo("loaded", {{"ep_rank", options.ep_rank},
+                     {"ep_size", options.ep_size},
+                     {"bytes", impl_->engine->weight_bytes()},
+                     {"isa", impl_->engine->backend().instruction_set()}});
+  return absl::OkStatus();
+}
+
+absl::Status ExpertServer::Run() { return impl_->rank->Run(); }
+
+void ExpertServer::Stop() {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  if (!impl_->is_loaded) {
+    LogInfo("stopped while loading");
+    _exit(0);
+  }
+  impl_->rank->Stop();
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,152 @@
+// expertmesh-expert-server: reads the flags; ExpertServer does the rest.
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/strings/str_cat.h"
+#include "server/expert_server.h"
+#include "server/flag_values.h"
+#include "server/ops/command_line.h"
+#include "server/ops/logging.h"
+#include "server/ops/stop_signals.h"
+#include "server/rpc/grpc_server.h"
+
+ABSL_FLAG(std::string, control_plane, "", "host:port of the control plane's --rank_listen.");
+ABSL_FLAG(int32_t, ep_rank, -1, "This rank's number, from 0.");
+ABSL_FLAG(int32_t, ep_size, 0, "Ranks in the group: the control plane's --ep_size.");
+ABSL_FLAG(std::string, checkpoint, "",
+          "Folder of a checkpoint in Hugging Face format: config.json and safetensors.");
+ABSL_FLAG(std::string, model_name, "",
+          "What clients call --checkpoint's model; empty: the folder's own name.");
+ABSL_FLAG(std::vector<std::string>, model, {},
+          "NAME=DIR, or several by commas: the same models as the control plane's.");
+ABSL_FLAG(std::string, architecture, "",
+          "Reads checkpoints as this architecture, whatever their config.json says.");
+ABSL_FLAG(std::string, listen, "127.0.0.1",
+          "Numeric address of this machine where the other ranks reach it: a private one, since "
+          "what ranks exchange is not encrypted.");
+ABSL_FLAG(absl::Duration, join_timeout, absl::Seconds(60),
+          "For how long the control plane may not answer before this process gives up.");
+ABSL_FLAG(int, threads, 0, "Threads of this rank; 0: one for each core.");
+ABSL_FLAG(std::string, isa, "auto", "CPU kernels: auto, portable, avx2, avx512_bf16.");
+ABSL_FLAG(std::string, tls_cert, "", "PEM file: this rank's certificate chain. With --tls_key.");
+ABSL_FLAG(std::string, tls_key, "", "PEM file: its private key.");
+ABSL_FLAG(std::string, tls_ca, "",
+          "PEM file: TLS; the control plane must show a certificate of this authority.");
+ABSL_FLAG(std::string, log_format, "text", "text or json, to standard error.");
+ABSL_FLAG(std::string, log_level, "info", "debug, info, warning or error.");
+
+namespace expertmesh {
+namespace {
+
+constexpr int kExitFailure = 1;
+constexpr int kExitUsage = 2;
+constexpr char kUsage[] =
+    "usage: expertmesh-expert-server --control_plane=HOST:PORT --ep_rank=R --ep_size=N "
+    "--checkpoint=DIR [flags]\n"
+    "One rank of a group: holds its share of the experts and runs their part of every step.\n\n"
+    "flags:\n";
+
+// Once; everything that is wrong with a flag is found here.
+absl::StatusOr<ExpertServerOptions> ReadFlags() {
+  ExpertServerOptions options;
+  absl::StatusOr<std::vector<std::pair<std::string, std::string>>> models = ParseModelFlags(
+      absl::GetFlag(FLAGS_checkpoint), absl::GetFlag(FLAGS_model_name), absl::GetFlag(FLAGS_model));
+  if (!models.ok()) return models.status();
+  options.models = *std::move(models);
+  options.architecture = absl::GetFlag(FLAGS_architecture);
+  options.control_plane = absl::GetFlag(FLAGS_control_plane);
+  if (options.control_plane.empty()) {
+    return absl::InvalidArgumentError("--control_plane is missing");
+  }
+  options.ep_rank = absl::GetFlag(FLAGS_ep_rank);
+  options.ep_size = absl::GetFlag(FLAGS_ep_size);
+  if (options.ep_size < 1 || options.ep_rank < 0 || options.ep_rank >= options.ep_size) {
+    return absl::InvalidArgumentError(absl::StrCat("--ep_rank is ", options.ep_rank, ", --ep_size ",
+                                                   options.ep_size, "; 0 <= ep_rank < ep_size"));
+  }
+  options.comm_address = absl::GetFlag(FLAGS_listen);
+  options.join_timeout = absl::GetFlag(FLAGS_join_timeout);
+  if (absl::Status status = CheckPositive("join_timeout", options.join_timeout); !status.ok()) {
+    return status;
+  }
+  options.num_threads = absl::GetFlag(FLAGS_threads);
+  if (options.num_threads < 0) {
+    return absl::InvalidArgumentError("--threads is negative; 0: one for each core");
+  }
+  const absl::StatusOr<std::optional<CpuIsa>> isa = ParseIsaFlag(absl::GetFlag(FLAGS_isa));
+  if (!isa.ok()) return isa.status();
+  options.isa = *isa;
+  options.progress_on_terminal =
+      isatty(STDERR_FILENO) != 0 && absl::GetFlag(FLAGS_log_format) == "text";
+  for (const auto& [flag, text] :
+       {std::pair{absl::GetFlag(FLAGS_tls_cert), &options.tls_certificate},
+        {absl::GetFlag(FLAGS_tls_key), &options.tls_key},
+        {absl::GetFlag(FLAGS_tls_ca), &options.tls_ca}}) {
+    absl::StatusOr<std::string> file = ReadFlagFile(flag);
+    if (!file.ok()) return file.status();
+    *text = *std::move(file);
+  }
+  if (options.tls_certificate.empty() != options.tls_key.empty() ||
+      (options.tls_ca.empty() && !options.tls_key.empty())) {
+    return absl::InvalidArgumentError("--tls_cert and --tls_key go together, and with --tls_ca");
+  }
+  return options;
+}
+
+int UsageError(const absl::Status& status) {
+  // Last, where the eye is.
+  std::fprintf(stderr, "%s%s\nerror: %s\n", kUsage, DescribeFlags("expert_server_main.cc").c_str(),
+               std::string(status.message()).c_str());
+  return kExitUsage;
+}
+
+int Run(const std::vector<std::string>& args) {
+  const absl::StatusOr<CommandLine> line = ParseCommandLine(args);
+  if (!line.ok()) return UsageError(line.status());
+  if (line->help) {
+    std::printf("%s%s", kUsage, DescribeFlags("expert_server_main.cc").c_str());
+    return 0;
+  }
+  if (!line->positionals.empty()) {
+    return UsageError(absl::InvalidArgumentError(
+        absl::StrCat("'", line->positionals.front(), "' is no flag; flags start with --")));
+  }
+  const absl::StatusOr<LogFormat> format = ParseLogFormat(absl::GetFlag(FLAGS_log_format));
+  if (!format.ok()) return UsageError(format.status());
+  const absl::StatusOr<LogLevel> level = ParseLogLevel(absl::GetFlag(FLAGS_log_level));
+  if (!level.ok()) return UsageError(level.status());
+  absl::StatusOr<ExpertServerOptions> options = ReadFlags();
+  if (!options.ok()) return UsageError(options.status());
+
+  InitLogging({*level, *format});
+  ExpertServer server(*std::move(options));
+  const StopSignals signals([&server](int signal_number) {
+    LogInfo("stop asked for", {{"signal", signal_number}});
+    server.Stop();
+  });
+  if (const absl::Status status = server.Load(); !status.ok()) {
+    LogError(absl::StrCat("cannot start: ", status.message()));
+    return kExitFailure;
+  }
+  if (const absl::Status status = server.Run(); !status.ok()) {
+    LogError(std::string(status.message()));
+    return kExitFailure;
+  }
+  LogInfo("stopped");
+  return 0;
+}
+
+}  // namespace
+}  // namespace expertmesh
+
+int main(int argc, char** argv) {
+  expertmesh::TuneProcessForGrpc();
+  expertmesh::StopSignals::Block();
+  return expertmesh::Run(std::vector<std::string>(argv + 1, argv + argc));
+}

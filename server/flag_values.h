@@ -1,0 +1,33 @@
+#ifndef EXPERTMESH_SERVER_FLAG_VALUES_H_
+#define EXPERTMESH_SERVER_FLAG_VALUES_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "kernels/cpu/cpu_kernels.h"
+
+// What the values of flags that several programs have mean. Errors are INVALID_ARGUMENT (NOT_FOUND
+// for a file) and name the flag.
+
+namespace expertmesh {
+
+// The file's text; empty for no path.
+absl::StatusOr<std::string> ReadFlagFile(const std::string& path);
+// nullopt for "auto".
+absl::StatusOr<std::optional<CpuIsa>> ParseIsaFlag(const std::string& name);
+absl::Status CheckPositive(const char* flag, int64_t value);
+absl::Status CheckPositive(const char* flag, absl::Duration value);
+// Pairs of name and folder, of --checkpoint and --model_name, and of --model's NAME=DIR.
+absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ParseModelFlags(
+    const std::string& checkpoint, const std::string& model_name,
+    const std::vector<std::string>& models);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_FLAG_VALUES_H_

@@ -1,0 +1,374 @@
+#include "server/rpc/expert_rank.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "expertmesh/v1/rank.grpc.pb.h"
+#include "grpcpp/create_channel.h"
+#include "grpcpp/generic/generic_stub.h"
+#include "grpcpp/security/credentials.h"
+#include "server/comm/in_process_communicator.h"
+#include "server/comm/tcp_communicator.h"
+#include "server/ops/call_error.h"
+#include "server/ops/logging.h"
+#include "server/rpc/forward_encoder.h"
+#include "server/rpc/grpc_rendezvous_store.h"
+#include "server/rpc/rank_service.h"
+#include "server/rpc/rank_session.h"
+#include "server/rpc/status_mapping.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr absl::Duration kMinBackoff = absl::Milliseconds(50);
+constexpr absl::Duration kMaxBackoff = absl::Seconds(1);
+constexpr absl::Duration kJoinCallTimeout = absl::Seconds(5);
+constexpr int kReadChunkBytes = 1 << 20;
+constexpr int kMinReadChunkBytes = 64 << 10;
+
+std::shared_ptr<grpc::Channel> NewChannel(const ExpertRankOptions& options, bool of_its_own) {
+  grpc::ChannelArguments args;
+  args.SetMaxReceiveMessageSize(-1);
+  args.SetMaxSendMessageSize(-1);
+  args.SetInt("grpc.experimental.tcp_read_chunk_size", kReadChunkBytes);
+  args.SetInt("grpc.experimental.tcp_min_read_chunk_size", kMinReadChunkBytes);
+  args.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
+  args.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
+  args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
+  args.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 500);
+  // Else all channels to one address share a connection.
+  if (of_its_own) args.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::InsecureChannelCredentials();
+  if (!options.tls_ca.empty()) {
+    credentials = grpc::SslCredentials({options.tls_ca, options.tls_key, options.tls_certificate});
+  }
+  return grpc::CreateCustomChannel(options.control_plane, credentials, args);
+}
+
+// Whether another try may have another answer.
+bool MayRetry(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) ||
+         absl::IsAlreadyExists(status) || absl::IsCancelled(status);
+}
+
+// Codes that say all by themselves cross the link; a rank that was aborted by its peers says so.
+absl::Status StatusForLink(const absl::Status& status) {
+  if (!absl::IsAborted(status)) return status;
+  return CallError(ErrorReason::kStepLost, status.message());
+}
+
+}  // namespace
+
+struct ExpertRank::Impl {
+  explicit Impl(ExpertRankOptions o) : options(std::move(o)) {
+    std::random_device random;
+    instance = (uint64_t{random()} << 32) | random();
+  }
+
+  v1::JoinRequest MakeJoinRequest() const;
+  absl::StatusOr<v1::JoinResponse> Join();
+  void RunSession(const v1::JoinResponse& membership);
+  void SendHeartbeats(const v1::JoinResponse& membership);
+  void Obey(ReceivedCommand command, const v1::JoinResponse& membership);
+  absl::Status FormEpoch(const v1::EpochBegin& begin, const v1::JoinResponse& membership);
+  void DropEpoch(const absl::Status& reason);
+  grpc::ByteBuffer RunStep(ReceivedSlice slice);
+  // As soon as the epoch's end is known, on whatever thread.
+  void AbortEpoch(const absl::Status& reason);
+  // False when the rank was stopped.
+  bool Wait(absl::Duration duration);
+
+  const ExpertRankOptions options;
+  uint64_t instance = 0;
+  std::shared_ptr<grpc::Channel> channel;
+  std::unique_ptr<v1::RankService::Stub> stub;
+
+  // What ends an epoch from outside of the thread that runs it.
+  std::mutex epoch_mutex;
+  std::shared_ptr<GrpcRendezvousStore> store;  // while forming
+
+  std::mutex mutex;  // guards what follows
+  std::condition_variable changed;
+  bool stopped = false;
+  std::shared_ptr<RankSession> session;
+  grpc::ClientContext* heartbeat_call = nullptr;
+};
+
+ExpertRank::ExpertRank(ExpertRankOptions options)
+    : impl_(std::make_unique<Impl>(std::move(options))) {}
+
+ExpertRank::~ExpertRank() = default;
+
+void ExpertRank::Stop() {
+  std::shared_ptr<RankSession> session;
+  {
+    const std::lock_guard<std::mutex> lock(impl_->mutex);
+    impl_->stopped = true;
+    session = impl_->session;
+    impl_->changed.notify_all();
+  }
+  if (session != nullptr) session->Cancel();
+}
+
+bool ExpertRank::Impl::Wait(absl::Duration duration) {
+  const absl::Time deadline = absl::Now() + duration;
+  std::unique_lock<std::mutex> lock(mutex);
+  changed.wait_until(lock, absl::ToChronoTime(deadline), [this] { return stopped; });
+  return !stopped;
+}
+
+v1::JoinRequest ExpertRank::Impl::MakeJoinRequest() const {
+  v1::JoinRequest request;
+  request.set_protocol_version(kRankProtocolVersion);
+  request.set_ep_rank(options.engine->ep_rank());
+  request.set_ep_size(options.engine->ep_size());
+  request.set_instance(instance);
+  request.set_comm_address(options.comm_address);
+  request.set_instruction_set(options.engine->backend().instruction_set());
+  request.set_device("cpu");
+  request.set_weight_bytes(options.engine->weight_bytes());
+  for (const ModelManifest& manifest : options.models) {
+    v1::ModelManifest& model = *request.add_models();
+    model.set_model(manifest.model);
+    model.set_fingerprint(manifest.fingerprint);
+    for (const LayerManifest& held : manifest.layers) {
+      v1::ExpertManifest& layer = *model.add_layers();
+      layer.set_layer(held.layer);
+      layer.set_num_experts(held.num_experts);
+      layer.mutable_expert_ids()->Add(held.expert_ids.begin(), held.expert_ids.end());
+    }
+  }
+  return request;
+}
+
+absl::StatusOr<v1::JoinResponse> ExpertRank::Impl::Join() {
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + kJoinCallTimeout));
+  v1::JoinResponse response;
+  const absl::Status status = FromGrpcStatus(stub->Join(&context, MakeJoinRequest(), &response));
+  if (!status.ok()) return status;
+  return response;
+}
+
+absl::Status ExpertRank::Run() {
+  Impl& impl = *impl_;
+  const std::string& address = impl.options.control_plane;
+  impl.channel = NewChannel(impl.options, /*of_its_own=*/false);
+  impl.stub = v1::RankService::NewStub(impl.channel);
+  bool was_member = false;
+  absl::Time failing_since = absl::InfinitePast();
+  absl::Duration backoff = kMinBackoff;
+  absl::StatusCode last_code = absl::StatusCode::kOk;
+  while (impl.Wait(absl::ZeroDuration())) {
+    const absl::StatusOr<v1::JoinResponse> membership = impl.Join();
+    if (membership.ok()) {
+      was_member = true;
+      failing_since = absl::InfinitePast();
+      backoff = kMinBackoff;
+      last_code = absl::StatusCode::kOk;
+      LogInfo("joined the group", {{"control_plane", address},
+                                   {"ep_rank", impl.options.engine->ep_rank()},
+                                   {"member", membership->member_id()}});
+      impl.RunSession(*membership);
+      if (!impl.Wait(kMinBackoff)) break;
+      continue;
+    }
+    const absl::Status& error = membership.status();
+    if (!MayRetry(error)) {
+      return absl::Status(error.code(), absl::StrCat("the control plane at ", address,
+                                                     " refused this rank: ", error.message()));
+    }
+    const absl::Time now = absl::Now();
+    if (failing_since == absl::InfinitePast() || error.code() != last_code) {
+      LogWarning("cannot join yet", {{"control_plane", address}, {"why", error.message()}});
+      if (failing_since == absl::InfinitePast()) failing_since = now;
+    }
+    last_code = error.code();
+    const bool is_bounded = !was_member || absl::IsAlreadyExists(error);
+    if (is_bounded && now + backoff - failing_since > impl.options.join_timeout) {
+      return absl::Status(
+          error.code(),
+          absl::StrCat("could not join at ", address, " in ",
+                       absl::FormatDuration(impl.options.join_timeout), ": ", error.message()));
+    }
+    if (!impl.Wait(backoff)) break;
+    backoff = std::min(2 * backoff, kMaxBackoff);
+  }
+  return absl::OkStatus();
+}
+
+void ExpertRank::Impl::RunSession(const v1::JoinResponse& membership) {
+  v1::StreamHello hello;
+  hello.set_incarnation(membership.incarnation());
+  hello.set_member_id(membership.member_id());
+  hello.set_ep_rank(options.engine->ep_rank());
+  grpc::GenericStub generic_stub(channel);
+  const std::shared_ptr<RankSession> own =
+      RankSession::Start(&generic_stub, options.allocator.get(), hello,
+                         [this](const absl::Status& reason) { AbortEpoch(reason); });
+  bool was_stopped;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    session = own;
+    was_stopped = stopped;
+  }
+  if (was_stopped) own->Cancel();
+  std::thread heartbeats([this, &membership] { SendHeartbeats(membership); });
+  absl::StatusOr<ReceivedCommand> command = own->Next();
+  for (; command.ok(); command = own->Next()) Obey(*std::move(command), membership);
+  LogWarning("left the group", {{"why", command.status().message()}});
+  DropEpoch(command.status());
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    session = nullptr;
+    if (heartbeat_call != nullptr) heartbeat_call->TryCancel();
+    changed.notify_all();
+  }
+  heartbeats.join();
+  own->Finish();
+}
+
+void ExpertRank::Impl::SendHeartbeats(const v1::JoinResponse& membership) {
+  const absl::Duration interval =
+      std::max(absl::Milliseconds(1), absl::Microseconds(membership.heartbeat_interval_micros()));
+  const absl::Duration timeout = absl::Microseconds(membership.heartbeat_timeout_micros());
+  const std::unique_ptr<v1::RankService::Stub> own_stub =
+      v1::RankService::NewStub(NewChannel(options, /*of_its_own=*/true));
+  v1::HeartbeatRequest request;
+  request.set_incarnation(membership.incarnation());
+  request.set_member_id(membership.member_id());
+  request.set_ep_rank(options.engine->ep_rank());
+  absl::Time last_answer = absl::Now();
+  std::unique_lock<std::mutex> lock(mutex);
+  while (session != nullptr) {
+    grpc::ClientContext context;
+    context.set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+    heartbeat_call = &context;
+    lock.unlock();
+    v1::HeartbeatResponse response;
+    const grpc::Status status = own_stub->Heartbeat(&context, request, &response);
+    lock.lock();
+    heartbeat_call = nullptr;
+    const absl::Time now = absl::Now();
+    if (status.ok()) last_answer = now;
+    const bool is_member =
+        !status.ok() || (response.member() && response.incarnation() == membership.incarnation());
+    if (session != nullptr && (!is_member || now - last_answer > timeout)) {
+      const std::shared_ptr<RankSession> lost = session;
+      lock.unlock();
+      LogWarning(is_member ? "the control plane does not answer heartbeats"
+                           : "the control plane knows this member no more");
+      lost->Cancel();
+      return;
+    }
+    changed.wait_until(lock, absl::ToChronoTime(now + interval),
+                       [this] { return session == nullptr; });
+  }
+}
+
+void ExpertRank::Impl::Obey(ReceivedCommand command, const v1::JoinResponse& membership) {
+  if (command.slice.has_value()) {
+    session->Write(RunStep(*std::move(command.slice)));
+    return;
+  }
+  v1::RunStepsRequest answer;
+  if (command.other.has_epoch_begin()) {
+    const v1::EpochBegin& begin = command.other.epoch_begin();
+    const absl::Status status = FormEpoch(begin, membership);
+    if (!status.ok()) {
+      LogWarning("cannot form an epoch", {{"epoch", begin.epoch()}, {"why", status.message()}});
+    }
+    answer.mutable_epoch_ready()->set_epoch(begin.epoch());
+    if (!status.ok()) *answer.mutable_epoch_ready()->mutable_status() = ToRpcStatus(status);
+  } else if (command.other.has_epoch_end()) {
+    const v1::EpochEnd& end = command.other.epoch_end();
+    DropEpoch(absl::UnavailableError(end.reason()));
+    answer.mutable_epoch_down()->set_epoch(end.epoch());
+  } else {
+    return;
+  }
+  session->Write(EncodeSmallMessage(answer));
+}
+
+absl::Status ExpertRank::Impl::FormEpoch(const v1::EpochBegin& begin,
+                                         const v1::JoinResponse& membership) {
+  if (begin.incarnation() != membership.incarnation()) {
+    return CallError(ErrorReason::kStaleIncarnation, "the epoch is of another incarnation");
+  }
+  RankEngine& engine = *options.engine;
+  std::unique_ptr<Communicator> communicator;
+  if (engine.ep_size() == 1) {
+    communicator = std::move(NewInProcessCommunicators(1).front());
+  } else {
+    auto own_store =
+        std::make_shared<GrpcRendezvousStore>(stub.get(), begin.incarnation(), begin.epoch());
+    {
+      const std::lock_guard<std::mutex> lock(epoch_mutex);
+      store = own_store;
+    }
+    TcpCommunicatorParams params;
+    params.mesh.ep_rank = engine.ep_rank();
+    params.mesh.ep_size = engine.ep_size();
+    params.mesh.incarnation = begin.incarnation();
+    params.mesh.epoch = begin.epoch();
+    params.mesh.bind_address = options.comm_address;
+    params.mesh.store = own_store.get();
+    params.mesh.deadline = absl::Now() + absl::Microseconds(begin.timeout_micros());
+    params.operation_timeout = absl::Microseconds(begin.operation_timeout_micros());
+    absl::StatusOr<std::unique_ptr<Communicator>> connected = NewTcpCommunicator(params);
+    if (!connected.ok()) return connected.status();
+    communicator = *std::move(connected);
+  }
+  const std::lock_guard<std::mutex> lock(epoch_mutex);
+  store = nullptr;
+  engine.EnterEpoch(begin.incarnation(), begin.epoch(), std::move(communicator));
+  return absl::OkStatus();
+}
+
+void ExpertRank::Impl::AbortEpoch(const absl::Status& reason) {
+  const std::lock_guard<std::mutex> lock(epoch_mutex);
+  if (store != nullptr) store->Cancel();
+  options.engine->Abort(reason);
+}
+
+void ExpertRank::Impl::DropEpoch(const absl::Status& reason) {
+  const std::lock_guard<std::mutex> lock(epoch_mutex);
+  store = nullptr;
+  options.engine->Abort(reason);
+  options.engine->EnterEpoch(0, 0, nullptr);
+}
+
+grpc::ByteBuffer ExpertRank::Impl::RunStep(ReceivedSlice received) {
+  const StepHeader header = received.slice.header;
+  const int64_t hidden_size = received.hidden_size;
+  RankEngine& engine = *options.engine;
+  received.slice.ep_rank = engine.ep_rank();
+  received.slice.ep_size = engine.ep_size();
+  absl::StatusOr<RankStepResult> result = absl::UnknownError("");
+  const auto known = options.hidden_sizes.find(header.model);
+  if (known == options.hidden_sizes.end() || known->second != hidden_size) {
+    result = absl::InvalidArgumentError(absl::StrCat("slice.shard: rows of ", hidden_size,
+                                                     " elements are none of model ", header.model));
+    AbortEpoch(result.status());
+  } else {
+    TokenShard shard;
+    if (received.slice.num_source_tokens > 0) {
+      shard.rows.push_back({received.shard.data(), received.slice.num_source_tokens});
+    }
+    result =
+        engine.RunStep(std::move(received.slice), std::move(shard), absl::Now() + received.timeout);
+  }
+  if (!result.ok()) result = StatusForLink(result.status());
+  absl::StatusOr<grpc::ByteBuffer> message = EncodeStepResult(header, hidden_size, result);
+  // An error always fits.
+  if (!message.ok()) message = EncodeStepResult(header, hidden_size, message.status());
+  return *std::move(message);
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,58 @@
+#ifndef EXPERTMESH_SERVER_RPC_EXPERT_RANK_H_
+#define EXPERTMESH_SERVER_RPC_EXPERT_RANK_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "kernels/base/buffer.h"
+#include "server/cluster/membership.h"
+#include "server/rank/rank_engine.h"
+
+namespace expertmesh {
+
+struct ExpertRankOptions {
+  std::string control_plane;  // host:port of its rank listener
+  // PEM texts; with a CA the control plane must show a certificate of it, and is shown ours.
+  std::string tls_certificate;
+  std::string tls_key;
+  std::string tls_ca;
+
+  RankEngine* engine = nullptr;          // loaded; outlives the rank, which alone uses it
+  std::shared_ptr<Allocator> allocator;  // host memory for what is received
+  std::vector<ModelManifest> models;
+  std::map<std::string, int64_t> hidden_sizes;  // by model
+  // Numeric address of this machine where the other ranks reach it.
+  std::string comm_address = "127.0.0.1";
+  // How long nobody may answer, or the rank's number may be taken, before Run gives up. Once it has
+  // been a member, a control plane that does not answer is waited for without end: the weights are
+  // dear.
+  absl::Duration join_timeout = absl::Seconds(60);
+};
+
+// An expert server's life with its control plane: joins, forms epochs' communicators, runs steps,
+// and joins again, with its weights, whenever the stream has ended.
+class ExpertRank {
+ public:
+  explicit ExpertRank(ExpertRankOptions options);
+  ~ExpertRank();
+
+  // Blocking; once. OK after Stop. The control plane's refusal where trying again is of no use;
+  // UNAVAILABLE when nobody answered for join_timeout, ALREADY_EXISTS when the number was taken for
+  // that long.
+  absl::Status Run();
+  // Any thread; Run returns soon.
+  void Stop();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_RPC_EXPERT_RANK_H_

@@ -1,0 +1,133 @@
+#include "server/rpc/rank_session.h"
+
+#include <utility>
+
+#include "server/rpc/forward_encoder.h"
+#include "server/rpc/status_mapping.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr char kMethod[] = "/expertmesh.v1.RankService/RunSteps";
+
+}  // namespace
+
+std::shared_ptr<RankSession> RankSession::Start(
+    grpc::GenericStub* stub, Allocator* allocator, const v1::StreamHello& hello,
+    std::function<void(const absl::Status&)> on_epoch_end) {
+  std::shared_ptr<RankSession> session(new RankSession(allocator, std::move(on_epoch_end)));
+  session->self_ = session;
+  stub->PrepareBidiStreamingCall(&session->context_, kMethod, grpc::StubOptions(), session.get());
+  session->AddHold();  // for writes that are started outside of reactions
+  session->StartRead(&session->read_);
+  session->StartCall();
+  v1::RunStepsRequest request;
+  *request.mutable_hello() = hello;
+  session->Write(EncodeSmallMessage(request));
+  return session;
+}
+
+absl::StatusOr<ReceivedCommand> RankSession::Next() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return !commands_.empty() || !end_.ok(); });
+  // What came before the end is of no use any more.
+  if (!end_.ok()) return end_;
+  ReceivedCommand command = std::move(commands_.front());
+  commands_.pop_front();
+  return command;
+}
+
+void RankSession::Write(grpc::ByteBuffer message) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (closing_ || !end_.ok()) return;
+    to_write_.push_back(std::move(message));
+  }
+  Pump();
+}
+
+void RankSession::Pump() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (pumping_) return;
+  pumping_ = true;
+  while (!writing_ && !closing_ && !to_write_.empty()) {
+    writing_ = true;
+    // gRPC reads the message until OnWriteDone.
+    const grpc::ByteBuffer* message = &to_write_.front();
+    lock.unlock();
+    StartWrite(message);
+    lock.lock();
+  }
+  pumping_ = false;
+  changed_.notify_all();
+}
+
+void RankSession::OnWriteDone(bool ok) {
+  std::deque<grpc::ByteBuffer> sent;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    writing_ = false;
+    sent.push_back(std::move(to_write_.front()));
+    to_write_.pop_front();
+  }
+  sent.clear();
+  if (!ok) return Fail(absl::UnavailableError("the stream to the control plane broke"));
+  Pump();
+}
+
+void RankSession::OnReadDone(bool ok) {
+  // The stream's own status follows with OnDone.
+  if (!ok) return Fail(absl::UnavailableError("the control plane ended the stream"));
+  absl::StatusOr<ReceivedCommand> command = DecodeCommand(&read_, allocator_);
+  read_.Clear();
+  if (!command.ok()) {
+    Fail(command.status());
+    context_.TryCancel();
+    return;
+  }
+  if (command->other.has_epoch_end()) {
+    on_epoch_end_(absl::UnavailableError(command->other.epoch_end().reason()));
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    commands_.push_back(*std::move(command));
+    changed_.notify_all();
+  }
+  StartRead(&read_);
+}
+
+void RankSession::Fail(const absl::Status& status) {
+  on_epoch_end_(status);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  end_.Update(status);
+  changed_.notify_all();
+}
+
+void RankSession::Cancel() {
+  Fail(absl::CancelledError("the rank left"));
+  context_.TryCancel();
+}
+
+void RankSession::Finish() {
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    closing_ = true;
+    changed_.wait(lock, [this] { return !pumping_; });
+  }
+  context_.TryCancel();
+  RemoveHold();
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return done_; });
+}
+
+void RankSession::OnDone(const grpc::Status& status) {
+  const std::shared_ptr<RankSession> self = std::move(self_);
+  absl::Status end = FromGrpcStatus(status);
+  if (end.ok()) end = absl::UnavailableError("the control plane ended the stream");
+  Fail(end);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  done_ = true;
+  changed_.notify_all();
+}
+
+}  // namespace expertmesh
