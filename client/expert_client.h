@@ -9,12 +9,12 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "client/forward_input.h"
-#include "expertmesh/v1/admin.pb.h"
 #include "client/forward_stream.h"
+#include "expertmesh/v1/admin.pb.h"
 
 namespace expertmesh {
 
-// gRPC 1.51 reads messages above 128 KB ten times slower than it could (DESIGN section 8). Call
+// gRPC 1.51 reads messages above 128 KB ten times slower than it could. Call
 // this first thing in main, before anything of gRPC runs; it sets GRPC_EXPERIMENTS unless the
 // environment does so already.
 void TuneGrpcBeforeFirstUse();

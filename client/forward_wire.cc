@@ -60,6 +60,10 @@ absl::Status CheckTensor(const char* name, const TensorBytes& tensor, int64_t ro
                                                    " bytes given; shape [", rows, ", ", columns,
                                                    "] has ", size_bytes));
   }
+  if (tensor.data == nullptr && size_bytes > 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(name, ": data is null for ", size_bytes, " bytes"));
+  }
   return absl::OkStatus();
 }
 
@@ -185,6 +189,7 @@ absl::Status CheckOutputSize(ForwardOutput& result) {
     return absl::OkStatus();  // the caller asked for OUTPUT_FORMAT_VALUES
   TensorBytes bytes;
   bytes.dtype = tensor.dtype();
+  bytes.data = result.output.data();
   bytes.size_bytes = static_cast<int64_t>(result.output.size());
   const absl::Status status = CheckTensor("output", bytes, result.num_tokens, result.hidden_size);
   return status.ok() ? status : absl::DataLossError(status.message());

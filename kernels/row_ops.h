@@ -24,7 +24,7 @@ struct GatherRowsParams {
   DType dtype = DType::kInvalid;
   absl::Span<const int32_t> row_indices;  // host, [n]: output row i is source row row_indices[i]
   // host, [n] or empty. With weights the output row is round(x * round_dtype(w)) in `dtype`
-  // (apply_router_weight_on_input, DESIGN section 4).
+  // (apply_router_weight_on_input).
   absl::Span<const float> weights;
   // [n] or empty: output row i goes to row destination_indices[i] instead of row i (batched
   // format).

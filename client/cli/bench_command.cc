@@ -42,6 +42,10 @@ ABSL_FLAG(int, samples, 16, "bench: answers to verify");
 namespace expertmesh {
 namespace {
 
+// More calls in flight than any one client process should hold; beyond it, sending them takes
+// longer than measuring.
+constexpr int kMaxConcurrency = 16384;
+
 // What became of the answers that were kept.
 struct Verification {
   int num_same = 0;  // the bytes that the same request gets when it is alone
@@ -134,17 +138,29 @@ void PrintText(const BenchResult& result, const Verification& verification) {
     absl::StrAppend(&errors, errors.empty() ? "" : ", ", code, " ", count);
   }
   printf("  errors        %s\n", errors.c_str());
+  if (result.num_unfinished > summary.num_ok / 100) {
+    printf(
+        "  unfinished    %lld calls were in flight at the end and are in no figure above: measure "
+        "longer, or with "
+        "fewer in flight\n",
+        static_cast<long long>(result.num_unfinished));
+  }
   if (result.num_not_sent > 0) {
     printf(
         "  not sent      %lld calls: too many were in flight; the server is slower than the rate "
         "asked for\n",
         static_cast<long long>(result.num_not_sent));
   }
-  printf(
-      "  verified      %d of %d answers have the bytes of the same request alone%s\n",
-      verification.num_same,
-      verification.num_same + verification.num_different + verification.num_not_comparable,
-      verification.num_not_comparable > 0 ? " (the others were served by another placement)" : "");
+  const int num_samples =
+      verification.num_same + verification.num_different + verification.num_not_comparable;
+  if (num_samples == 0) {
+    puts("  verified      nothing: no answer was kept");
+  } else {
+    printf("  verified      %d of %d answers have the bytes of the same request alone%s\n",
+           verification.num_same, num_samples,
+           verification.num_not_comparable > 0 ? " (the others were served by another placement)"
+                                               : "");
+  }
   if (verification.num_right + verification.num_wrong > 0) {
     printf("                %d of %d agree with the checkpoint, max error %.2e\n",
            verification.num_right, verification.num_right + verification.num_wrong,
@@ -176,6 +192,7 @@ void PrintBenchJson(const v1::GetModelResponse& model, const BenchLoadOptions& l
         {"max", summary.max_micros}}},
       {"mean_server_micros", summary.mean_server_micros},
       {"errors", summary.errors_by_code},
+      {"calls_unfinished", result.num_unfinished},
       {"calls_not_sent", result.num_not_sent},
       {"verified",
        {{"same_bytes", verification.num_same},
@@ -216,6 +233,14 @@ absl::Status ReadFlags(const v1::GetModelResponse& model, BenchLoadOptions& load
   run.call = CallOptionsFromFlags();
   run.num_samples = absl::GetFlag(FLAGS_samples);
   run.seed = load.seed;
+  if (run.num_samples < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--samples=", run.num_samples, "; it must be at least 0"));
+  }
+  if (run.concurrency > kMaxConcurrency) {
+    return absl::InvalidArgumentError(absl::StrCat("--concurrency=", run.concurrency, "; at most ",
+                                                   kMaxConcurrency, " calls in flight"));
+  }
   if (run.concurrency < 1 || run.rate < 0 || run.duration <= absl::ZeroDuration()) {
     return absl::InvalidArgumentError(
         "--concurrency must be at least 1, --rate at least 0, --duration above 0");

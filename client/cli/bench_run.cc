@@ -147,6 +147,7 @@ BenchResult RunBench(ExpertClient& client, const std::vector<std::unique_ptr<For
   // second to stand in.
   runner.StopSending();
   result.summary = runner.Summarize();
+  result.num_unfinished = runner.in_flight();
   result.num_not_sent = runner.num_not_sent();
   if (open_loop.joinable()) open_loop.join();
   runner.WaitForCallsInFlight();

@@ -36,6 +36,7 @@ struct BenchSample {
 struct BenchResult {
   BenchSummary summary;
   int64_t num_not_sent = 0;
+  int64_t num_unfinished = 0;  // in flight when the measurement ended; in no figure of `summary`
   std::vector<BenchSample> samples;
 };
 

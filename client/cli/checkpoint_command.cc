@@ -1,12 +1,15 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <filesystem>
 #include <optional>
 #include <string>
+#include <system_error>
 
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
 #include "client/cli/command.h"
+#include "kernels/base/checked_math.h"
 #include "kernels/base/dtype.h"
 #include "server/model/synthetic_checkpoint.h"
 
@@ -25,6 +28,25 @@ ABSL_FLAG(bool, overwrite, false, "replace a checkpoint that is there already");
 
 namespace expertmesh {
 namespace {
+
+// Before gigabytes are written, or a list of all tensors is made.
+absl::Status CheckDiskSpace(const std::string& directory,
+                            const SyntheticCheckpointOptions& options) {
+  const auto need =
+      CheckedSizeProduct({options.num_layers, options.num_experts, 3, options.hidden_size,
+                          options.intermediate_size, DTypeBytes(options.dtype)});
+  std::filesystem::path existing = std::filesystem::absolute(directory);
+  std::error_code error;
+  while (!std::filesystem::exists(existing, error) && existing.has_relative_path())
+    existing = existing.parent_path();
+  const std::filesystem::space_info space = std::filesystem::space(existing, error);
+  if (error || (need.has_value() && static_cast<uint64_t>(*need) <= space.available))
+    return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("the experts of this checkpoint take ",
+                   need.has_value() ? absl::StrCat(*need) : "more than 2^63", " bytes; ",
+                   existing.string(), " has ", space.available));
+}
 
 absl::Status Run() {
   SyntheticCheckpointOptions options;
@@ -48,6 +70,8 @@ absl::Status Run() {
   if (directory.empty())
     return absl::InvalidArgumentError("--out is missing: name a directory to write to");
 
+  if (absl::Status status = CheckDiskSpace(directory, options); !status.ok()) return status;
+
   const bool terminal = isatty(STDERR_FILENO) != 0;
   const auto summary =
       WriteSyntheticCheckpoint(directory, options, [&](int64_t written, int64_t total) {
@@ -56,6 +80,10 @@ absl::Status Run() {
                   static_cast<double>(total) * 1e-6, written == total ? "\n" : "");
         }
       });
+  if (absl::IsAlreadyExists(summary.status())) {
+    return absl::AlreadyExistsError(
+        absl::StrCat(summary.status().message(), " (--overwrite replaces it)"));
+  }
   if (!summary.ok()) return summary.status();
   const LayerSpec& layer = summary->model.layers.front();
   printf("%s: %s, %zu layers of %d experts, hidden size %lld, intermediate %lld, top-%d, %s\n",

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "absl/flags/flag.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 
@@ -25,7 +26,11 @@ absl::StatusOr<std::string> ReadPem(const char* flag, const std::string& path) {
   if (path.empty()) return std::string();
   std::ifstream file(path, std::ios::binary);
   if (!file) return absl::NotFoundError(absl::StrCat("--", flag, "=", path, ": cannot be read"));
-  return std::string(std::istreambuf_iterator<char>(file), {});
+  std::string text(std::istreambuf_iterator<char>(file), {});
+  if (!absl::StrContains(text, "-----BEGIN ")) {
+    return absl::InvalidArgumentError(absl::StrCat("--", flag, "=", path, ": holds no PEM block"));
+  }
+  return text;
 }
 
 }  // namespace
@@ -45,6 +50,13 @@ absl::StatusOr<std::unique_ptr<ExpertClient>> ClientFromFlags() {
     absl::StatusOr<std::string> text = ReadPem(file.flag, file.path);
     if (!text.ok()) return text.status();
     *file.text = *std::move(text);
+  }
+  if (options.tls_certificate.empty() != options.tls_key.empty()) {
+    return absl::InvalidArgumentError("--tls_cert and --tls_key: give both or none");
+  }
+  if (options.tls_ca.empty() && !options.tls_key.empty()) {
+    return absl::InvalidArgumentError(
+        "--tls_cert needs --tls_ca: without it the server is not verified");
   }
   return ExpertClient::Create(options);
 }

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <memory>
 #include <string>
+#include <utility>
 #include <variant>
 
 #include "absl/flags/declare.h"
@@ -44,19 +45,25 @@ void PrintSummary(const ForwardJob& job, const ForwardOutput& output, DType dtyp
          output.response.request_id().c_str(), static_cast<unsigned long long>(served.epoch()),
          static_cast<unsigned long long>(served.step()), served.num_steps(), served.ep_size(),
          served.ep_size() == 1 ? "" : "s",
-         absl::AsciiStrToLower(
-             absl::StripPrefix(v1::DispatchMode_Name(served.strategy()), "DISPATCH_MODE_"))
-             .c_str(),
+         served.num_steps() == 0
+             ? "nothing to run"
+             : absl::AsciiStrToLower(
+                   absl::StripPrefix(v1::DispatchMode_Name(served.strategy()), "DISPATCH_MODE_"))
+                   .c_str(),
          served.instruction_set().c_str());
+  const int64_t stages = timings.queue_micros() + timings.route_micros() + timings.plan_micros() +
+                         timings.dispatch_micros() + timings.compute_micros() +
+                         timings.combine_micros();
   printf(
-      "  micros        total %lld = queue %lld, route %lld, plan %lld, dispatch %lld, compute "
-      "%lld, combine %lld, rest\n",
+      "  micros        %lld: queue %lld, route %lld, plan %lld, dispatch %lld, compute %lld, "
+      "combine %lld, other %lld\n",
       static_cast<long long>(timings.total_micros()),
       static_cast<long long>(timings.queue_micros()),
       static_cast<long long>(timings.route_micros()), static_cast<long long>(timings.plan_micros()),
       static_cast<long long>(timings.dispatch_micros()),
       static_cast<long long>(timings.compute_micros()),
-      static_cast<long long>(timings.combine_micros()));
+      static_cast<long long>(timings.combine_micros()),
+      static_cast<long long>(std::max<int64_t>(0, timings.total_micros() - stages)));
   for (int64_t t = 0; t < std::min(output.num_tokens, kShownRows); ++t) {
     double sum_of_squares = 0;
     std::string row;
@@ -103,11 +110,25 @@ absl::StatusOr<int> AdoptServersChoice(ExpertClient& client, ForwardJob& job) {
   return answer->topk();
 }
 
-absl::Status Check(ExpertClient& client, const std::string& directory, ForwardJob& job,
+// Finds fault with what is to be done with the answer before the call is made.
+absl::Status PrepareForAnswer(const ForwardJob& job,
+                              std::unique_ptr<CheckpointWeightSource>& weights) {
+  if (const std::string path = absl::GetFlag(FLAGS_output); !path.empty()) {
+    const DType asked = MemoryDType(job.input.options.output_dtype());
+    const DType dtype = asked == DType::kInvalid ? job.hidden_states.dtype : asked;
+    if (absl::Status status = CanWriteTensorFile(path, dtype); !status.ok()) return status;
+  }
+  if (const std::string directory = absl::GetFlag(FLAGS_check); !directory.empty()) {
+    absl::StatusOr<std::unique_ptr<CheckpointWeightSource>> opened =
+        CheckpointWeightSource::Open(directory);
+    if (!opened.ok()) return opened.status();
+    weights = *std::move(opened);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Check(ExpertClient& client, const WeightSource& weights, ForwardJob& job,
                    const ForwardOutput& output) {
-  const absl::StatusOr<std::unique_ptr<CheckpointWeightSource>> weights =
-      CheckpointWeightSource::Open(directory);
-  if (!weights.ok()) return weights.status();
   int topk = 0;
   if (const auto* given = std::get_if<TopKRouting>(&job.input.routing)) {
     topk = given->topk;
@@ -115,9 +136,9 @@ absl::Status Check(ExpertClient& client, const std::string& directory, ForwardJo
     const absl::StatusOr<int> chosen = AdoptServersChoice(client, job);
     if (!chosen.ok()) return chosen.status();
     topk = *chosen;
-    job.input.apply_router_weight_on_input |= (*weights)->model().apply_router_weight_on_input;
+    job.input.apply_router_weight_on_input |= weights.model().apply_router_weight_on_input;
   }
-  const absl::StatusOr<ReferenceCheck> check = CheckAgainstWeights(**weights, job, topk, output);
+  const absl::StatusOr<ReferenceCheck> check = CheckAgainstWeights(weights, job, topk, output);
   if (!check.ok()) return check.status();
   fprintf(JsonWanted() ? stderr : stdout,
           "  check         %s: %lld values, max error %.2e, rms %.2e of the largest; rounding "
@@ -138,6 +159,8 @@ absl::Status Run() {
   if (!model.ok()) return model.status();
   ForwardJob job;
   if (absl::Status status = FillForwardJob(*model, job); !status.ok()) return status;
+  std::unique_ptr<CheckpointWeightSource> weights;
+  if (absl::Status status = PrepareForAnswer(job, weights); !status.ok()) return status;
   const absl::StatusOr<ForwardOutput> output =
       (*client)->Forward(job.input, CallOptionsFromFlags());
   if (!output.ok()) return output.status();
@@ -156,9 +179,7 @@ absl::Status Run() {
     if (absl::Status status = WriteTensorFile(path, "output", tensor); !status.ok()) return status;
     fprintf(stderr, "wrote %s\n", path.c_str());
   }
-  if (const std::string directory = absl::GetFlag(FLAGS_check); !directory.empty()) {
-    return Check(**client, directory, job, *output);
-  }
+  if (weights != nullptr) return Check(**client, *weights, job, *output);
   return absl::OkStatus();
 }
 
@@ -168,15 +189,16 @@ const Command kForwardCommand = {
     "forward",
     "one Forward call, with random or given input; prints a summary or writes the output",
     "Input, drawn at random by --seed where no file is named:\n"
-    "  --layer=N --tokens=N --dtype=T --seed=N\n"
+    "  --model=NAME --layer=N --tokens=N --topk=N --dtype=T --seed=N\n"
     "  --hidden=FILE                         hidden states [tokens, hidden_size]\n"
-    "  --routing=topk|logits|gate            who chooses the experts\n"
+    "  --routing=topk|logits|gate            who chooses the experts (default: as the files say)\n"
     "  --topk_ids=FILE --topk_weights=FILE   [tokens, topk]\n"
     "  --router_logits=FILE                  [tokens, num_experts]\n"
     "  (FILE is x.npy or x.safetensors:TENSOR)\n\n"
     "What to ask for:\n"
     "  --output_dtype=T --combine_dtype=T --combine=per_owner|per_expert --weight_on_input "
-    "--shared_experts\n\n"
+    "--shared_experts\n"
+    "  --dispatch=MODE --request_id=NAME --expected_fingerprint=HEX\n\n"
     "What to do with the answer:\n"
     "  --output=FILE   write it (x.npy or x.safetensors)\n"
     "  --check=DIR     compare it with a float64 evaluation of the checkpoint in DIR\n"

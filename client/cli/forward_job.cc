@@ -15,6 +15,7 @@
 #include "absl/strings/str_join.h"
 #include "client/cli/wire_dtype.h"
 #include "client/forward_wire.h"
+#include "kernels/base/checked_math.h"
 
 ABSL_FLAG(std::string, model, "", "model name; empty: the only one served");
 ABSL_FLAG(int, layer, -1, "the checkpoint's own layer index; -1: the first layer that has experts");
@@ -24,9 +25,10 @@ ABSL_FLAG(std::string, dtype, "",
           "float32, float16 or bfloat16: of random hidden states; empty: the model's own");
 ABSL_FLAG(std::string, hidden, "",
           "hidden states [tokens, hidden_size]: FILE.npy or FILE.safetensors:TENSOR");
-ABSL_FLAG(std::string, routing, "topk",
-          "who chooses the experts: topk (this command), logits (the server, from logits) or gate "
-          "(the server)");
+ABSL_FLAG(
+    std::string, routing, "",
+    "who chooses the experts: topk (this command), logits (the server, from logits) or gate (the "
+    "server); empty: as the files given say, topk without any");
 ABSL_FLAG(int, topk, 0, "experts per token to draw; 0: the model's own");
 ABSL_FLAG(std::string, topk_ids, "", "file of ids [tokens, topk], int32 or int64");
 ABSL_FLAG(std::string, topk_weights, "",
@@ -65,7 +67,17 @@ absl::StatusOr<v1::DataType> DTypeFromFlag(const char* flag, const std::string& 
       [](const std::string& name, v1::DataType* value) { return v1::DataType_Parse(name, value); });
 }
 
-FileTensor RandomNormal(DType dtype, int64_t rows, int64_t columns, std::mt19937_64& random) {
+// What one protobuf message can hold at most; the server's own limit is lower.
+constexpr int64_t kMaxMessageBytes = INT32_MAX;
+
+absl::StatusOr<FileTensor> RandomNormal(DType dtype, int64_t rows, int64_t columns,
+                                        std::mt19937_64& random) {
+  const auto size_bytes = CheckedSizeProduct({rows, columns, DTypeBytes(dtype)});
+  if (!size_bytes.has_value() || *size_bytes > kMaxMessageBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("--tokens=", rows, " of ", columns,
+                                                   " values do not fit one message of ",
+                                                   kMaxMessageBytes, " bytes"));
+  }
   FileTensor tensor;
   tensor.dtype = dtype;
   tensor.shape = {rows, columns};
@@ -157,8 +169,33 @@ absl::Status ReadTopK(ForwardJob& job, int& topk) {
   return absl::OkStatus();
 }
 
-absl::Status FillRouting(const v1::LayerInfo& layer, std::mt19937_64& random, ForwardJob& job) {
+// --routing, or what the files given imply. A file that would not be read is an error, not a file
+// ignored.
+absl::StatusOr<std::string> RoutingFromFlags() {
+  const bool has_topk =
+      !absl::GetFlag(FLAGS_topk_ids).empty() || !absl::GetFlag(FLAGS_topk_weights).empty();
+  const bool has_logits = !absl::GetFlag(FLAGS_router_logits).empty();
+  if (has_topk && has_logits) {
+    return absl::InvalidArgumentError(
+        "--router_logits and --topk_ids: both say who chooses the experts; give one");
+  }
   const std::string routing = absl::GetFlag(FLAGS_routing);
+  if (routing.empty()) return std::string(has_logits ? "logits" : "topk");
+  if (has_topk && routing != "topk") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--routing=", routing, " does not read --topk_ids and --topk_weights"));
+  }
+  if (has_logits && routing != "logits") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--routing=", routing, " does not read --router_logits"));
+  }
+  return routing;
+}
+
+absl::Status FillRouting(const v1::LayerInfo& layer, std::mt19937_64& random, ForwardJob& job) {
+  const absl::StatusOr<std::string> kind = RoutingFromFlags();
+  if (!kind.ok()) return kind.status();
+  const std::string& routing = *kind;
   const int64_t num_tokens = job.input.num_tokens;
   if (routing == "gate") {
     job.input.routing = ServerGateRouting();
@@ -171,7 +208,10 @@ absl::Status FillRouting(const v1::LayerInfo& layer, std::mt19937_64& random, Fo
       job.router_logits = *std::move(logits);
     } else {
       job.random = true;
-      job.router_logits = RandomNormal(DType::kFloat32, num_tokens, layer.num_experts(), random);
+      absl::StatusOr<FileTensor> logits =
+          RandomNormal(DType::kFloat32, num_tokens, layer.num_experts(), random);
+      if (!logits.ok()) return logits.status();
+      job.router_logits = *std::move(logits);
     }
     job.input.routing = RouterLogitsRouting{Bytes(job.router_logits), job.router_logits.shape[1]};
     return absl::OkStatus();
@@ -179,6 +219,10 @@ absl::Status FillRouting(const v1::LayerInfo& layer, std::mt19937_64& random, Fo
   if (routing != "topk") {
     return absl::InvalidArgumentError(
         absl::StrCat("--routing=", routing, "; known: topk, logits, gate"));
+  }
+  if (absl::GetFlag(FLAGS_topk) < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--topk=", absl::GetFlag(FLAGS_topk), "; it must be at least 0"));
   }
   int topk = absl::GetFlag(FLAGS_topk) > 0 ? absl::GetFlag(FLAGS_topk) : layer.topk();
   if (!absl::GetFlag(FLAGS_topk_ids).empty() || !absl::GetFlag(FLAGS_topk_weights).empty()) {
@@ -229,7 +273,9 @@ absl::StatusOr<const v1::LayerInfo*> ChooseLayer(const v1::GetModelResponse& mod
     return absl::FailedPreconditionError(
         absl::StrCat("model ", model.model(), " has no layer with experts"));
   }
-  if (index < 0) return &model.layers(0);
+  if (index < -1)
+    return absl::InvalidArgumentError(absl::StrCat("--layer=", index, "; it must be at least -1"));
+  if (index == -1) return &model.layers(0);
   std::vector<int32_t> known;
   for (const v1::LayerInfo& layer : model.layers()) {
     if (layer.index() == index) return &layer;
@@ -276,7 +322,9 @@ absl::Status FillForwardJob(const v1::GetModelResponse& model, ForwardJob& job) 
           absl::StrCat("--dtype=", name, "; known: float32, float16, bfloat16"));
     }
     job.random = true;
-    job.hidden_states = RandomNormal(dtype, tokens, model.hidden_size(), random);
+    absl::StatusOr<FileTensor> hidden = RandomNormal(dtype, tokens, model.hidden_size(), random);
+    if (!hidden.ok()) return hidden.status();
+    job.hidden_states = *std::move(hidden);
   }
   input.num_tokens = job.hidden_states.shape[0];
   input.hidden_size = job.hidden_states.shape[1];

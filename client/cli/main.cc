@@ -1,4 +1,5 @@
 #include <cstdio>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,11 @@ namespace {
 constexpr int kExitError = 1;
 constexpr int kExitUsage = 2;
 
+constexpr char kConnectionUsage[] =
+    "\nConnection:\n"
+    "  --target=HOST:PORT (127.0.0.1:50051)  --timeout=30s  --max_attempts=4\n"
+    "  --tls_ca=FILE [--tls_cert=FILE --tls_key=FILE]\n";
+
 const Command* const kCommands[] = {&kStatusCommand,  &kForwardCommand, &kModelCommand,
                                     &kExplainCommand, &kBenchCommand,   &kCheckpointCommand};
 
@@ -30,7 +36,7 @@ std::string Overview() {
   }
   absl::StrAppend(&text,
                   "\n  expertmesh help <command>   what a command takes\n"
-                  "  expertmesh --help=cli       every flag\n\n"
+                  "  expertmesh --helpfull       every flag\n\n"
                   "All commands that call a server take --target (default 127.0.0.1:50051).\n");
   return text;
 }
@@ -42,22 +48,43 @@ const Command* FindCommand(absl::string_view name) {
   return nullptr;
 }
 
-int Help(const std::vector<char*>& words) {
-  if (words.size() < 3) {
+int Help(absl::string_view name) {
+  if (name.empty()) {
     fputs(Overview().c_str(), stdout);
     return 0;
   }
-  const Command* command = FindCommand(words[2]);
+  const Command* command = FindCommand(name);
   if (command == nullptr) {
-    fprintf(stderr, "expertmesh: there is no command '%s'\n\n%s", words[2], Overview().c_str());
+    fprintf(stderr, "expertmesh: there is no command '%s'\n\n%s", std::string(name).c_str(),
+            Overview().c_str());
     return kExitUsage;
   }
   printf("expertmesh %s: %s\n\n%s", command->name, command->summary, command->usage);
+  if (command != &kCheckpointCommand) fputs(kConnectionUsage, stdout);
   return 0;
+}
+
+// --help, -h and --version wherever they stand, before absl's own, which would print every flag of
+// every command.
+std::optional<int> HelpOrVersion(int argc, char** argv) {
+  absl::string_view name;
+  bool help = false;
+  for (int i = 1; i < argc; ++i) {
+    const absl::string_view word = argv[i];
+    if (word == "--version") {
+      puts("expertmesh " EXPERTMESH_VERSION);
+      return 0;
+    }
+    help |= word == "--help" || word == "-h" || word == "-help";
+    if (name.empty() && !absl::StartsWith(word, "-")) name = word;
+  }
+  if (!help) return std::nullopt;
+  return Help(name);
 }
 
 int Main(int argc, char** argv) {
   TuneGrpcBeforeFirstUse();
+  if (const std::optional<int> exit_code = HelpOrVersion(argc, argv)) return *exit_code;
   absl::SetProgramUsageMessage(Overview());
   absl::FlagsUsageConfig usage;
   usage.contains_help_flags = [](absl::string_view file) {
@@ -70,7 +97,7 @@ int Main(int argc, char** argv) {
     return kExitUsage;
   }
   const absl::string_view name = words[1];
-  if (name == "help") return Help(words);
+  if (name == "help") return Help(words.size() < 3 ? "" : words[2]);
   const Command* command = FindCommand(name);
   if (command == nullptr || words.size() > 2) {
     if (command == nullptr) {

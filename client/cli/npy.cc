@@ -32,6 +32,13 @@ std::optional<absl::string_view> AfterKey(absl::string_view header, absl::string
   return absl::StripLeadingAsciiWhitespace(header.substr(at + key.size() + 3));
 }
 
+// The quoted type at the start of `descr`, for a message.
+absl::string_view DescrText(const std::optional<absl::string_view>& descr) {
+  if (!descr.has_value()) return "missing";
+  return descr->substr(
+      0, descr->find('\'', 1) == absl::string_view::npos ? 16 : descr->find('\'', 1) + 1);
+}
+
 absl::StatusOr<std::vector<int64_t>> ParseShape(absl::string_view header) {
   const std::optional<absl::string_view> text = AfterKey(header, "shape");
   const size_t end = text.has_value() ? text->find(')') : absl::string_view::npos;
@@ -79,8 +86,7 @@ absl::StatusOr<FileTensor> ParseNpy(absl::string_view bytes) {
     }
   }
   if (tensor.dtype == DType::kInvalid) {
-    return absl::InvalidArgumentError(absl::StrCat("element type ",
-                                                   descr.value_or("missing").substr(0, 8),
+    return absl::InvalidArgumentError(absl::StrCat("element type ", DescrText(descr),
                                                    "; '<f4', '<f2', '<i4' and '<i8' are read"));
   }
   const std::optional<absl::string_view> order = AfterKey(header, "fortran_order");
@@ -112,8 +118,9 @@ absl::StatusOr<std::string> FormatNpy(const FileTensor& tensor) {
     if (known.dtype == tensor.dtype) descr = known.text;
   }
   if (descr.empty()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "NumPy has no ", std::string(DTypeName(tensor.dtype)), "; write a .safetensors file"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("NumPy has no ", std::string(DTypeName(tensor.dtype)),
+                     "; write a .safetensors file, or ask for --output_dtype=float32"));
   }
   std::string header =
       absl::StrCat("{'descr': '", descr, "', 'fortran_order': False, 'shape': (",

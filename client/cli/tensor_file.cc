@@ -1,9 +1,11 @@
 #include "client/cli/tensor_file.h"
 
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <memory>
 #include <optional>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -97,6 +99,21 @@ absl::StatusOr<FileTensor> ReadTensorFile(const std::string& path) {
   if (colon == std::string::npos) return UnknownEnding(path);
   const size_t name_at = colon + sizeof(kSafetensorsEnding);
   return ReadSafetensors(path.substr(0, name_at - 1), path.substr(name_at));
+}
+
+absl::Status CanWriteTensorFile(const std::string& path, DType dtype) {
+  const bool is_npy = absl::EndsWith(path, ".npy");
+  if (!is_npy && !absl::EndsWith(path, kSafetensorsEnding)) return UnknownEnding(path);
+  if (is_npy) {
+    const absl::StatusOr<std::string> empty = FormatNpy(FileTensor{dtype, {0}, {}});
+    if (!empty.ok()) return InFile(path, empty.status());
+  }
+  const std::filesystem::path folder = std::filesystem::path(path).parent_path();
+  std::error_code error;
+  if (!folder.empty() && !std::filesystem::is_directory(folder, error)) {
+    return absl::NotFoundError(absl::StrCat(path, ": there is no folder ", folder.string()));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status WriteTensorFile(const std::string& path, const std::string& name,

@@ -28,6 +28,10 @@ absl::StatusOr<FileTensor> ReadTensorFile(const std::string& path);
 absl::Status WriteTensorFile(const std::string& path, const std::string& name,
                              const FileTensor& tensor);
 
+// What WriteTensorFile would refuse, known before there is a tensor: the ending, the element type,
+// a missing folder.
+absl::Status CanWriteTensorFile(const std::string& path, DType dtype);
+
 // NumPy's file format, versions 1 to 3 (numpy.lib.format in NumPy's documentation).
 absl::StatusOr<FileTensor> ParseNpy(absl::string_view bytes);
 absl::StatusOr<std::string> FormatNpy(const FileTensor& tensor);

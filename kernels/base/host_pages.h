@@ -11,7 +11,7 @@ namespace expertmesh {
 std::byte* MapHostPages(int64_t size_bytes);
 
 // Touches the pages now, so that the first step does not pay for it (a page fault costs more than
-// copying a page; DESIGN section 8, Memory). Contents are kept.
+// copying a page). Contents are kept.
 void PrefaultHostPages(std::byte* data, int64_t size_bytes);
 
 // `size_bytes` as given to MapHostPages.

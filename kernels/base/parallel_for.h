@@ -11,7 +11,7 @@ namespace expertmesh {
 struct ParallelForOptions {
   int num_threads = 1;  // the caller included; at least 1
   // How long an idle worker spins before it parks. 0 on machines with no spare core: a spinner
-  // holds the core that gRPC's poller or the client needs (DESIGN section 8, Wake-ups).
+  // holds the core that gRPC's poller or the client needs.
   int64_t spin_micros = 0;
 };
 

@@ -41,7 +41,7 @@ struct ValidForward {
 // NOT_FOUND (MODEL_NOT_FOUND); `served` are the names that there are.
 absl::Status ModelNotFoundError(const std::string& name, const std::string& served);
 
-// Every rule of DESIGN section 4, Bad input, for a request against the models served. Immutable,
+// Every rule on bad input, for a request against the models served. Immutable,
 // thread safe, does not block. `models` and `allocator` outlive it.
 class ForwardValidator {
  public:

@@ -14,7 +14,7 @@ namespace {
 constexpr int32_t kTopk = 8;
 constexpr int32_t kExperts = 256;
 
-// As the server's main does (DESIGN section 8, Memory): without it every plan pays for fresh pages.
+// As the server's main does: without it every plan pays for fresh pages.
 const bool kMallocSet = [] {
   mallopt(M_MMAP_MAX, 0);
   mallopt(M_TRIM_THRESHOLD, 512 << 20);

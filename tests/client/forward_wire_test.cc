@@ -133,6 +133,10 @@ TEST_F(ForwardWireTest, RefusesWhatDoesNotFitItsShape) {
   input_.routing = TopKRouting{3, ids_, weights_};
   EXPECT_EQ(EncodeForwardRequest(input_).status().message(),
             "topk: 4 ids and 4 weights given; [2, 3] has 6");
+  input_.routing = TopKRouting{2, ids_, weights_};
+  input_.hidden_states.data = nullptr;
+  EXPECT_EQ(EncodeForwardRequest(input_).status().message(),
+            "hidden_states: data is null for 24 bytes");
   input_.num_tokens = int64_t{1} << 62;
   EXPECT_EQ(EncodeForwardRequest(input_).status().code(), absl::StatusCode::kInvalidArgument);
 }

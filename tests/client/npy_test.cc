@@ -52,7 +52,7 @@ TEST(NpyTest, RefusesWithTheReason) {
             "not a NumPy file: the first bytes are not \\x93NUMPY");
   EXPECT_EQ(Message("\x93NUMPY\x01"), "not a NumPy file: the first bytes are not \\x93NUMPY");
   EXPECT_EQ(Message(Npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1,), }", 8)),
-            "element type '<f8', '; '<f4', '<f2', '<i4' and '<i8' are read");
+            "element type '<f8'; '<f4', '<f2', '<i4' and '<i8' are read");
   EXPECT_EQ(Message(Npy("{'descr': '<f4', 'fortran_order': True, 'shape': (1,), }", 4)),
             "the array is in Fortran order; save numpy.ascontiguousarray(x)");
   EXPECT_EQ(Message(Npy("{'descr': '<f4', 'fortran_order': False, 'shape': (2, -1), }", 4)),
@@ -69,11 +69,23 @@ TEST(NpyTest, RefusesWithTheReason) {
   }
 }
 
+TEST(NpyTest, WhatCannotBeWrittenIsKnownBefore) {
+  EXPECT_TRUE(CanWriteTensorFile("/tmp/y.npy", DType::kFloat32).ok());
+  EXPECT_TRUE(CanWriteTensorFile("/tmp/y.safetensors", DType::kBFloat16).ok());
+  EXPECT_EQ(CanWriteTensorFile("/tmp/y.npy", DType::kBFloat16).message(),
+            "/tmp/y.npy: NumPy has no bfloat16; write a .safetensors file, or ask for "
+            "--output_dtype=float32");
+  EXPECT_EQ(CanWriteTensorFile("/tmp/y.foo", DType::kFloat32).message(),
+            "/tmp/y.foo: must end with .npy or .safetensors");
+  EXPECT_EQ(CanWriteTensorFile("/no/such/folder/y.npy", DType::kFloat32).message(),
+            "/no/such/folder/y.npy: there is no folder /no/such/folder");
+}
+
 TEST(NpyTest, NumPyHasNoBFloat16) {
   FileTensor tensor;
   tensor.dtype = DType::kBFloat16;
   EXPECT_EQ(FormatNpy(tensor).status().message(),
-            "NumPy has no bfloat16; write a .safetensors file");
+            "NumPy has no bfloat16; write a .safetensors file, or ask for --output_dtype=float32");
 }
 
 }  // namespace

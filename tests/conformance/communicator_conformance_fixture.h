@@ -29,7 +29,7 @@ struct CommunicatorConformanceParam {
   int32_t ep_size = 1;
 };
 
-// All sizes that DESIGN section 7 asks for, driven in the given ways.
+// Even, odd and prime numbers of ranks, driven in the given ways.
 inline std::vector<CommunicatorConformanceParam> CommunicatorConformanceParams(
     const std::string& name,
     const std::function<std::vector<std::unique_ptr<Communicator>>(int32_t ep_size)>& make,

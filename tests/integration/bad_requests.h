@@ -33,7 +33,7 @@ struct BadRequest {
   std::string limit;
 };
 
-// A case per rule of DESIGN section 4, Bad input.
+// A case per rule on bad input.
 std::vector<BadRequest> BadRequests(const RequestTarget& target);
 
 // Good ones that look bad: what must not be read, and what may be left out.

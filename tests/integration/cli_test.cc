@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -163,6 +164,61 @@ TEST_F(CliTest, ErrorsReadLikeAdvice) {
   EXPECT_TRUE(Has(result.err, "is the server up")) << result.err;
 }
 
+TEST_F(CliTest, FlagsThatWouldBeIgnoredAreRefused) {
+  const struct {
+    std::vector<std::string> flags;
+    const char* says;
+  } cases[] = {
+      {{"forward", "--router_logits=l.npy", "--topk_ids=i.npy"},
+       "both say who chooses the experts"},
+      {{"forward", "--routing=gate", "--topk_ids=i.npy"},
+       "--routing=gate does not read --topk_ids"},
+      {{"forward", "--routing=topk", "--router_logits=l.npy"},
+       "--routing=topk does not read --router_logits"},
+      {{"forward", "--layer=-2"}, "--layer=-2; it must be at least -1"},
+      {{"forward", "--topk=-1"}, "--topk=-1; it must be at least 0"},
+      {{"forward", "--tokens=2000000000"}, "do not fit one message"},
+      {{"forward", "--output=y.npy"}, "NumPy has no bfloat16"},
+      {{"forward", "--check=/no/such/checkpoint"}, "/no/such/checkpoint"},
+      {{"bench", "--samples=-1"}, "--samples=-1; it must be at least 0"},
+      {{"bench", "--concurrency=100000"}, "at most 16384 calls in flight"},
+      {{"checkpoint", "--out=/tmp/none", "--hidden_size=1048576", "--num_experts=65536",
+        "--num_layers=100", "--intermediate_size=1000000"},
+       "of this checkpoint take"},
+  };
+  for (const auto& bad : cases) {
+    std::vector<std::string> args = bad.flags;
+    args.push_back(target_);
+    const FinishedProcess result = Cli(args);
+    EXPECT_EQ(result.exit_code, 1) << bad.says;
+    EXPECT_TRUE(Has(result.err, bad.says)) << bad.says << "\n" << result.err;
+  }
+  // Nothing of it was sent.
+  EXPECT_EQ(server_->Metric("expertmesh_steps_total"), 0);
+}
+
+TEST_F(CliTest, FilesSayWhoRoutes) {
+  const std::string logits = directory_ + "/logits.npy";
+  const std::string header = "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 7), }";
+  std::string bytes = std::string("\x93NUMPY\x01\x00", 8);
+  bytes.push_back(static_cast<char>(header.size()));
+  bytes.push_back('\0');
+  bytes += header;
+  for (int i = 0; i < 14; ++i) {
+    const float value = static_cast<float>((i * 5) % 7);
+    bytes.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  }
+  std::ofstream(logits, std::ios::binary) << bytes;
+  const FinishedProcess explain =
+      Cli({"explain", "--tokens=2", absl::StrCat("--router_logits=", logits), "--json", target_});
+  ASSERT_EQ(explain.exit_code, 0) << explain.err;
+  const nlohmann::json answer = nlohmann::json::parse(explain.out);
+  // Logits of token 0: 0 5 3 1 6 4 2; the top three are experts 4, 1 and 5.
+  EXPECT_EQ(answer["tokens"][0]["experts"][0]["expert_id"], 4);
+  EXPECT_EQ(answer["tokens"][0]["experts"][1]["expert_id"], 1);
+  EXPECT_EQ(answer["tokens"][0]["experts"][2]["expert_id"], 5);
+}
+
 TEST(CliUsageTest, WrongWordsGetTheUsageAndExitTwo) {
   FinishedProcess result = Cli({});
   EXPECT_EQ(result.exit_code, 2);
@@ -173,6 +229,13 @@ TEST(CliUsageTest, WrongWordsGetTheUsageAndExitTwo) {
   result = Cli({"help", "bench"});
   EXPECT_EQ(result.exit_code, 0);
   EXPECT_TRUE(Has(result.out, "--concurrency=N")) << result.out;
+  for (const char* word : {"--help", "-h"}) {
+    result = Cli({"bench", word});
+    EXPECT_EQ(result.exit_code, 0);
+    EXPECT_TRUE(Has(result.out, "--concurrency=N")) << result.out;
+  }
+  result = Cli({"--version"});
+  EXPECT_EQ(result.out.substr(0, 11), "expertmesh ");
   result = Cli({"checkpoint"});
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_TRUE(Has(result.err, "--out is missing")) << result.err;

@@ -1,4 +1,4 @@
-"""The rules of DESIGN §5 that a compiler does not check: who may include whom, and what may be named how.
+"""The layout's rules that a compiler does not check: who may include whom, and what may be named how.
 
 Everything works on (path, text) pairs, so that the tests can feed it files that break one rule each.
 """
