@@ -39,7 +39,7 @@ bool WaitForMetric(ServerUnderTest* server, const std::string& series, double va
 
 class SlowModelTest : public testing::Test {
  protected:
-  SlowModelTest() : checkpoint_(SparseCheckpointShape{.intermediate_size = 1360}) {}
+  SlowModelTest() : checkpoint_(SparseCheckpointShape{.intermediate_size = 1360 / kSlowdown}) {}
 
   std::unique_ptr<ServerUnderTest> StartServer(std::vector<std::string> args) {
     args.push_back("--model_name=slow");
@@ -47,7 +47,7 @@ class SlowModelTest : public testing::Test {
     return ServerUnderTest::Start({.checkpoint = checkpoint_.path(), .args = args});
   }
 
-  // Long enough to be found running: 67 MFLOP a token.
+  // Long enough to be found running: 67 MFLOP a token, or a tenth under a sanitizer.
   v1::ForwardRequest Request(int64_t num_tokens) const {
     return GoodRequest(
         {"slow", 0, 1, checkpoint_.shape().hidden_size, checkpoint_.shape().num_experts},
