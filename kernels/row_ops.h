@@ -38,13 +38,27 @@ struct SumRowsParams {
   DType rows_dtype = DType::kInvalid;
   int64_t hidden_size = 0;
   // Host, CSR: output row t sums the entries [offsets[t], offsets[t + 1]) in that order, in float32
-  // starting from 0:
-  //   output[t] = round_output_dtype( sum_j weights[j] * rows[row_indices[j]] )
+  // starting from 0, and the addend last:
+  //   output[t] = round_output_dtype( sum_j weights[j] * rows[row_indices[j]]
+  //                                   + addend_scales[t] * addend[t] )
   absl::Span<const int64_t> offsets;      // [n + 1]
   absl::Span<const int64_t> row_indices;  // [offsets[n]]
   absl::Span<const float> weights;  // [offsets[n]], or empty: plain sum, nothing is multiplied
-  std::byte* output = nullptr;      // [n, hidden_size]
+  // Stream's device. [n, hidden_size], or null: no addend.
+  const float* addend = nullptr;
+  // Stream's device. [n], or null: plain sum, nothing is multiplied.
+  const float* addend_scales = nullptr;
+  std::byte* output = nullptr;  // [n, hidden_size]
   DType output_dtype = DType::kInvalid;
+};
+
+struct SigmoidDotParams {
+  const std::byte* rows = nullptr;  // [num_rows, hidden_size]
+  DType rows_dtype = DType::kInvalid;
+  int64_t num_rows = 0;
+  int64_t hidden_size = 0;
+  const float* vector = nullptr;  // [hidden_size]
+  float* output = nullptr;        // [num_rows]
 };
 
 // The only code outside the FFN that touches the bytes of rows. Every operation is local and
@@ -56,6 +70,8 @@ class RowOps {
   virtual ~RowOps() = default;
   virtual absl::Status GatherRows(const GatherRowsParams& params, Stream& stream) = 0;
   virtual absl::Status SumRows(const SumRowsParams& params, Stream& stream) = 0;
+  // output[i] = 1 / (1 + exp(-vector · rows[i])), all in float32 and on the stream's device.
+  virtual absl::Status SigmoidDot(const SigmoidDotParams& params, Stream& stream) = 0;
 };
 
 }  // namespace expertmesh

@@ -45,11 +45,22 @@ class CpuRowOps : public RowOps {
     });
   }
 
+  absl::Status SigmoidDot(const SigmoidDotParams& params, Stream& stream) override {
+    if (const absl::Status status = CheckSigmoidDot(params); !status.ok()) return status;
+    if (params.num_rows == 0) return absl::OkStatus();
+    return stream.Enqueue([this, params]() -> absl::Status {
+      RunSigmoidDot(params);
+      return absl::OkStatus();
+    });
+  }
+
  private:
   static absl::Status CheckGather(const GatherRowsParams& params);
   static absl::Status CheckSum(const SumRowsParams& params);
+  static absl::Status CheckSigmoidDot(const SigmoidDotParams& params);
   void RunGather(const GatherRowsParams& params) const;
   void RunSum(const SumRowsParams& params) const;
+  void RunSigmoidDot(const SigmoidDotParams& params) const;
   // run(first, last) over [0, num_rows), in pieces.
   void RunPieces(int64_t num_rows, int64_t bytes_per_row,
                  absl::FunctionRef<void(int64_t first, int64_t last)> run) const;
@@ -114,6 +125,24 @@ absl::Status CpuRowOps::CheckSum(const SumRowsParams& params) {
       (!params.row_indices.empty() && params.rows == nullptr)) {
     return absl::InvalidArgumentError("rows or output is null");
   }
+  if (params.addend_scales != nullptr && params.addend == nullptr) {
+    return absl::InvalidArgumentError("addend_scales without an addend");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CpuRowOps::CheckSigmoidDot(const SigmoidDotParams& params) {
+  if (const absl::Status status = CheckDType("rows_dtype", params.rows_dtype); !status.ok()) {
+    return status;
+  }
+  if (params.hidden_size < 1 || params.num_rows < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("hidden_size ", params.hidden_size, ", num_rows ", params.num_rows));
+  }
+  if (params.num_rows > 0 &&
+      (params.rows == nullptr || params.vector == nullptr || params.output == nullptr)) {
+    return absl::InvalidArgumentError("rows, vector or output is null");
+  }
   return absl::OkStatus();
 }
 
@@ -170,7 +199,10 @@ void CpuRowOps::RunSum(const SumRowsParams& params) const {
   const int64_t in_bytes = params.hidden_size * DTypeBytes(params.rows_dtype);
   const int64_t out_bytes = params.hidden_size * DTypeBytes(params.output_dtype);
   const int64_t num_entries = params.offsets.back() - params.offsets.front();
-  const int64_t bytes_per_row = out_bytes + in_bytes * ((num_entries + num_rows - 1) / num_rows);
+  const int64_t addend_bytes =
+      params.addend == nullptr ? 0 : params.hidden_size * int64_t{sizeof(float)};
+  const int64_t bytes_per_row =
+      out_bytes + addend_bytes + in_bytes * ((num_entries + num_rows - 1) / num_rows);
   RunPieces(num_rows, bytes_per_row, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
       const int64_t begin = params.offsets[static_cast<size_t>(row)];
@@ -181,10 +213,27 @@ void CpuRowOps::RunSum(const SumRowsParams& params) const {
       args.row_indices = params.row_indices.data() + begin;
       args.weights = params.weights.empty() ? nullptr : params.weights.data() + begin;
       args.num_entries = params.offsets[static_cast<size_t>(row) + 1] - begin;
+      args.addend = params.addend == nullptr ? nullptr : params.addend + row * params.hidden_size;
+      args.addend_scale = params.addend_scales == nullptr ? 1.0f : params.addend_scales[row];
       args.num_columns = params.hidden_size;
       args.output = params.output + row * out_bytes;
       args.output_type = ElementTypeOf(params.output_dtype);
       table_.sum_row(args);
+    }
+  });
+}
+
+void CpuRowOps::RunSigmoidDot(const SigmoidDotParams& params) const {
+  const int64_t row_bytes = params.hidden_size * DTypeBytes(params.rows_dtype);
+  RunPieces(params.num_rows, row_bytes, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      SigmoidDotArgs args;
+      args.row = params.rows + row * row_bytes;
+      args.row_type = ElementTypeOf(params.rows_dtype);
+      args.vector = params.vector;
+      args.num_columns = params.hidden_size;
+      args.output = params.output + row;
+      table_.sigmoid_dot(args);
     }
   });
 }

@@ -155,6 +155,7 @@ extern const IsaTable kAvx2IsaTable = {
     /*widen=*/Widen<Avx2>,
     /*scale=*/Scale<Avx2>,
     /*sum_row=*/SumRow<Avx2>,
+    /*sigmoid_dot=*/SigmoidDot<Avx2>,
     /*float32_gflops=*/80,
     /*bfloat16_dot_gflops=*/80,
 };

@@ -119,6 +119,7 @@ extern const IsaTable kAvx512Bf16IsaTable = {
     /*widen=*/Widen<Avx512>,
     /*scale=*/Scale<Avx512>,
     /*sum_row=*/SumRow<Avx512>,
+    /*sigmoid_dot=*/SigmoidDot<Avx512>,
     /*float32_gflops=*/200,
     /*bfloat16_dot_gflops=*/400,
 };

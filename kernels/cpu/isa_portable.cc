@@ -119,6 +119,7 @@ extern const IsaTable kPortableIsaTable = {
     /*widen=*/Widen<Portable>,
     /*scale=*/Scale<Portable>,
     /*sum_row=*/SumRow<Portable>,
+    /*sigmoid_dot=*/SigmoidDot<Portable>,
     /*float32_gflops=*/10,
     /*bfloat16_dot_gflops=*/10,
 };

@@ -77,9 +77,19 @@ struct SumRowArgs {
   const int64_t* row_indices;  // [num_entries]
   const float* weights;        // [num_entries] or null
   int64_t num_entries;
+  const float* addend;  // [num_columns] or null
+  float addend_scale;
   int64_t num_columns;
   void* output;
   ElementType output_type;
+};
+
+struct SigmoidDotArgs {
+  const void* row;
+  ElementType row_type;
+  const float* vector;  // [num_columns]
+  int64_t num_columns;
+  float* output;  // one
 };
 
 // What one instruction set offers. Pointers to functions that every thread may call.
@@ -94,9 +104,11 @@ struct IsaTable {
   // destination = round(source * factor), both of `type`.
   void (*scale)(const void* source, ElementType type, float factor, void* destination,
                 int64_t count);
-  // One output row, in float32 from 0 in the order of the entries: products and sums are rounded
-  // separately, so that all instruction sets give the same bytes.
+  // One output row, in float32 from 0 in the order of the entries, the addend last: products and
+  // sums are rounded separately, so that all instruction sets give the same bytes.
   void (*sum_row)(const SumRowArgs& args);
+  // The sum's order depends on num_columns alone.
+  void (*sigmoid_dot)(const SigmoidDotArgs& args);
   // For the schedule alone.
   double float32_gflops;
   double bfloat16_dot_gflops;

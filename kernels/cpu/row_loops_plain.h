@@ -1,6 +1,7 @@
 #ifndef EXPERTMESH_KERNELS_CPU_ROW_LOOPS_PLAIN_H_
 #define EXPERTMESH_KERNELS_CPU_ROW_LOOPS_PLAIN_H_
 
+#include "kernels/cpu/activation_plain.h"
 #include "kernels/cpu/isa_table_plain.h"
 
 namespace expertmesh {
@@ -52,6 +53,15 @@ void SumColumns(const SumRowArgs& args, int64_t column, int tail) {
       sum[v] = V::Add(sum[v], V::Mul(weight, x));
     }
   }
+  if (args.addend != nullptr) {
+    const typename V::Vec scale = V::Set(args.addend_scale);
+    EXPERTMESH_UNROLL
+    for (int v = 0; v < kVecs; ++v) {
+      const int n = v + 1 == kVecs ? tail : kPanelHalf;
+      const typename V::Vec x = V::Load(args.addend + column + v * kPanelHalf, kElementFloat32, n);
+      sum[v] = V::Add(sum[v], V::Mul(scale, x));
+    }
+  }
   const int64_t out_bytes = ElementBytes<V>(args.output_type);
   char* out = static_cast<char*>(args.output) + column * out_bytes;
   EXPERTMESH_UNROLL
@@ -72,6 +82,25 @@ void SumRow(const SumRowArgs& args) {
     const int64_t rest = args.num_columns - column;
     SumColumns<V, 1>(args, column, static_cast<int>(rest < kPanelHalf ? rest : kPanelHalf));
   }
+}
+
+template <class V>
+void SigmoidDot(const SigmoidDotArgs& args) {
+  const int64_t row_bytes = ElementBytes<V>(args.row_type);
+  const char* row = static_cast<const char*>(args.row);
+  typename V::Vec lanes = V::Set(0.0f);
+  for (int64_t i = 0; i < args.num_columns; i += kPanelHalf) {
+    const int64_t rest = args.num_columns - i;
+    const int n = static_cast<int>(rest < kPanelHalf ? rest : kPanelHalf);
+    lanes = V::MulAdd(V::Load(row + i * row_bytes, args.row_type, n),
+                      V::Load(args.vector + i, kElementFloat32, n), lanes);
+  }
+  float parts[kPanelHalf];
+  V::Store(parts, kElementFloat32, lanes, kPanelHalf);
+  float sum = 0.0f;
+  for (int i = 0; i < kPanelHalf; ++i) sum += parts[i];
+  const typename V::Vec e = Exp<V>(V::Set(-sum));
+  V::Store(args.output, kElementFloat32, V::Div(V::Set(1.0f), V::Add(V::Set(1.0f), e)), 1);
 }
 
 }  // namespace expertmesh

@@ -180,6 +180,120 @@ TEST_P(CpuRowOpsTest, SumsInOrder) {
   }
 }
 
+// The addend comes last, its product rounded first; a row without entries is the addend alone. A
+// row has the same bytes with others around it and alone.
+TEST_P(CpuRowOpsTest, AddsTheAddendLast) {
+  const std::vector<int64_t> offsets = {0, 2, 2, 5};
+  const std::vector<int64_t> indices = {1, 0, 2, 2, 1};
+  const std::vector<float> weights = {0.7f, -1.3f, 0.1f, 2.9f, -0.4f};
+  const std::vector<float> scales = {0.31f, 0.97f, 1e-3f};
+  for (const DType output_dtype : kDTypes) {
+    for (const int64_t hidden_size : {1, 15, 16, 128, 131, 400}) {
+      for (const bool scaled : {false, true}) {
+        SCOPED_TRACE(std::string(DTypeName(output_dtype)) + " hidden " +
+                     std::to_string(hidden_size));
+        const std::vector<std::byte> rows =
+            ToBytes(RandomValues(random_, 3 * hidden_size, 1.0, dtype_), dtype_);
+        const std::vector<double> values =
+            RandomValues(random_, 3 * hidden_size, 1.0, DType::kFloat32);
+        const std::vector<float> addend(values.begin(), values.end());
+        const int64_t output_row_bytes = hidden_size * DTypeBytes(output_dtype);
+        std::vector<std::byte> output(static_cast<size_t>(3 * output_row_bytes) + 1, kPoison);
+        SumRowsParams params;
+        params.rows = rows.data();
+        params.rows_dtype = dtype_;
+        params.hidden_size = hidden_size;
+        params.offsets = offsets;
+        params.row_indices = indices;
+        params.weights = weights;
+        params.addend = addend.data();
+        if (scaled) params.addend_scales = scales.data();
+        params.output = output.data();
+        params.output_dtype = output_dtype;
+        Sum(params);
+        EXPECT_EQ(output.back(), kPoison);
+        for (size_t t = 0; t < 3; ++t) {
+          for (int64_t column = 0; column < hidden_size; ++column) {
+            volatile float sum = 0.0f;
+            for (size_t j = static_cast<size_t>(offsets[t]);
+                 j < static_cast<size_t>(offsets[t + 1]); ++j) {
+              volatile float product =
+                  weights[j] * LoadFloat(rows.data(), dtype_, indices[j] * hidden_size + column);
+              sum = sum + product;
+            }
+            const int64_t index = static_cast<int64_t>(t) * hidden_size + column;
+            volatile float product = scaled ? scales[t] * addend[static_cast<size_t>(index)]
+                                            : addend[static_cast<size_t>(index)];
+            sum = sum + product;
+            float rounded = 0.0f;
+            StoreFloat(&rounded, output_dtype, 0, sum);
+            ASSERT_EQ(LoadFloat(output.data(), output_dtype, index),
+                      LoadFloat(&rounded, output_dtype, 0))
+                << "row " << t << " column " << column;
+          }
+        }
+        for (size_t t = 0; t < 3; ++t) {
+          std::vector<std::byte> alone(static_cast<size_t>(output_row_bytes));
+          params.offsets = absl::MakeConstSpan(offsets).subspan(t, 2);
+          params.addend = addend.data() + static_cast<int64_t>(t) * hidden_size;
+          if (scaled) params.addend_scales = scales.data() + t;
+          params.output = alone.data();
+          Sum(params);
+          EXPECT_EQ(
+              std::memcmp(alone.data(), output.data() + static_cast<int64_t>(t) * output_row_bytes,
+                          alone.size()),
+              0);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(CpuRowOpsTest, SigmoidOfADotProduct) {
+  for (const int64_t hidden_size : {1, 15, 16, 33, 700}) {
+    SCOPED_TRACE(hidden_size);
+    constexpr int64_t kRows = 40;  // their logits reach beyond +-100 with the last vector
+    const std::vector<double> values = RandomValues(random_, kRows * hidden_size, 1.0, dtype_);
+    const std::vector<std::byte> rows = ToBytes(values, dtype_);
+    for (const double deviation : {0.1, 60.0}) {
+      const std::vector<double> wide =
+          RandomValues(random_, hidden_size, deviation, DType::kFloat32);
+      const std::vector<float> vector(wide.begin(), wide.end());
+      std::vector<float> output(kRows + 1, -1.0f);
+      SigmoidDotParams params;
+      params.rows = rows.data();
+      params.rows_dtype = dtype_;
+      params.num_rows = kRows;
+      params.hidden_size = hidden_size;
+      params.vector = vector.data();
+      params.output = output.data();
+      ASSERT_TRUE(row_ops_->SigmoidDot(params, *stream_).ok());
+      EXPECT_EQ(output.back(), -1.0f);
+      for (int64_t row = 0; row < kRows; ++row) {
+        double logit = 0, magnitude = 0;
+        for (int64_t j = 0; j < hidden_size; ++j) {
+          const double term =
+              wide[static_cast<size_t>(j)] * values[static_cast<size_t>(row * hidden_size + j)];
+          logit += term;
+          magnitude += std::abs(term);
+        }
+        const double expected = 1 / (1 + std::exp(-logit));
+        const double logit_error = magnitude * 0x1p-22 + 0x1p-23 * std::abs(logit);
+        const float actual = output[static_cast<size_t>(row)];
+        EXPECT_LE(std::abs(actual - expected),
+                  expected * (1 - expected) * logit_error * 1.1 + 0x1p-21 * expected + 1e-37)
+            << "row " << row << " logit " << logit;
+        params.rows = rows.data() + row * hidden_size * element_bytes_;
+        params.num_rows = 1;
+        float alone = -1.0f;
+        params.output = &alone;
+        ASSERT_TRUE(row_ops_->SigmoidDot(params, *stream_).ok());
+        EXPECT_EQ(alone, actual);
+      }
+    }
+  }
+}
+
 // Narrowing as dtype.h says, where vector instructions have their own ideas: ties, subnormals,
 // overflow, NaN.
 TEST_P(CpuRowOpsTest, RoundsAsTheScalarConversions) {
@@ -292,6 +406,26 @@ TEST_P(CpuRowOpsTest, RefusesWhatDoesNotFit) {
   sum.row_indices = indices;
   sum.output_dtype = DType::kInt64;
   EXPECT_EQ(sum_code(), absl::StatusCode::kInvalidArgument);
+  sum.output_dtype = dtype_;
+  sum.addend_scales = weights;
+  EXPECT_EQ(sum_code(), absl::StatusCode::kInvalidArgument);
+
+  SigmoidDotParams dot;
+  dot.rows = memory.data();
+  dot.rows_dtype = dtype_;
+  dot.num_rows = 1;
+  dot.hidden_size = 1;
+  dot.vector = weights;
+  float result = 0.0f;
+  const auto dot_code = [&] { return row_ops_->SigmoidDot(dot, *stream_).code(); };
+  EXPECT_EQ(dot_code(), absl::StatusCode::kInvalidArgument);  // no output
+  dot.output = &result;
+  EXPECT_EQ(dot_code(), absl::StatusCode::kOk);
+  dot.num_rows = -1;
+  EXPECT_EQ(dot_code(), absl::StatusCode::kInvalidArgument);
+  dot.num_rows = 1;
+  dot.rows_dtype = DType::kInt8;
+  EXPECT_EQ(dot_code(), absl::StatusCode::kInvalidArgument);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, CpuRowOpsTest,
