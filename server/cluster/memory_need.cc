@@ -50,8 +50,9 @@ std::optional<int64_t> CgroupFreeBytes(const std::string& directory, const char*
 absl::StatusOr<int64_t> PackedLayerBytes(const ModelSpec& model, const LayerSpec& layer,
                                          const Placement& placement, int32_t ep_rank) {
   const int64_t num_local_experts = static_cast<int64_t>(placement.local_experts(ep_rank).size());
-  const std::optional<int64_t> bytes =
+  std::optional<int64_t> bytes =
       CheckedSizeProduct({num_local_experts, ExpertWeightBytes(model, layer)});
+  if (bytes) bytes = CheckedAdd(*bytes, SharedExpertWeightBytes(model, layer));
   if (!bytes) {
     return absl::OutOfRangeError(absl::StrCat("layer ", layer.index, ": ", num_local_experts,
                                               " experts of ", model.hidden_size, " x ",

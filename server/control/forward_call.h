@@ -74,6 +74,7 @@ struct ForwardCall {
   CombineMode combine = CombineMode::kSum;
   DispatchMode dispatch = DispatchMode::kAuto;
   bool apply_router_weight_on_input = false;
+  bool include_shared_experts = false;  // the layer has some; all hidden rows are read
   bool want_stats = false;
 
   RoutingKind routing = RoutingKind::kTopK;

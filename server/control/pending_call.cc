@@ -12,6 +12,7 @@ BatchKey::BatchKey(const ForwardCall& call)
       dispatch(call.dispatch),
       apply_router_weight_on_input(
           call.apply_router_weight_on_input ||
-          (call.routing != RoutingKind::kTopK && call.model->apply_router_weight_on_input)) {}
+          (call.routing != RoutingKind::kTopK && call.model->apply_router_weight_on_input)),
+      include_shared_experts(call.include_shared_experts) {}
 
 }  // namespace expertmesh

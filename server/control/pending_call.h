@@ -27,6 +27,7 @@ struct BatchKey {
   DispatchMode dispatch;
   // Routing done by the service follows the model's own habit.
   bool apply_router_weight_on_input;
+  bool include_shared_experts;
 
   friend auto operator<=>(const BatchKey&, const BatchKey&) = default;
 };

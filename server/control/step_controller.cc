@@ -249,8 +249,9 @@ StepOutcome StepController::RunStep(const StepBatch& batch, StepRecord& record) 
   record.layer = key.layer->index;
   record.num_calls = static_cast<int32_t>(batch.pieces.size());
   record.num_pairs = CountPairs(batch.pieces);
-  const bool is_small = EstimateStepMicros(options_.cost, *key.model, *key.layer, record.num_tokens,
-                                           record.num_pairs) <= options_.max_inline_micros;
+  const bool is_small =
+      EstimateStepMicros(options_.cost, *key.model, *key.layer, record.num_tokens, record.num_pairs,
+                         key.include_shared_experts) <= options_.max_inline_micros;
   StepOutcome outcome =
       runner_.Run(batch, record.is_inline || is_small, options_.step_timeout, record);
   if (observer_ != nullptr) observer_->OnStep(record);

@@ -17,11 +17,12 @@ struct StepCostModel {
 };
 
 // An upper estimate for one thread of all work on `call`: its experts' weights are read once, at
-// most one expert for each (token, k).
+// most one expert for each (token, k); shared experts by each rank that has tokens, of which an
+// estimate knows nothing: once.
 double EstimateMicros(const StepCostModel& model, const ForwardCall& call);
-// The same for `num_tokens` with `topk` experts each, already routed.
+// The same for `num_tokens` with `num_pairs` (token, k), already routed.
 double EstimateStepMicros(const StepCostModel& model, const ModelSpec& spec, const LayerSpec& layer,
-                          int64_t num_tokens, int64_t num_pairs);
+                          int64_t num_tokens, int64_t num_pairs, bool include_shared_experts);
 
 }  // namespace expertmesh
 

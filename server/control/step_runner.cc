@@ -121,6 +121,7 @@ StepHeader StepRunner::Header(const BatchKey& key) {
   header.combine_dtype = key.combine_dtype;
   header.output_dtype = key.output_dtype;
   header.apply_router_weight_on_input = key.apply_router_weight_on_input;
+  header.include_shared_experts = key.include_shared_experts;
   return header;
 }
 

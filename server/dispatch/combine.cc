@@ -55,7 +55,8 @@ absl::Status ComputePartials(const PartialSums& sums, int64_t first, int64_t las
   return context.row_ops->SumRows(params, *context.stream);
 }
 
-absl::Status SumReturned(const StepSlice& slice, const std::byte* returned, std::byte* output,
+absl::Status SumReturned(const StepSlice& slice, const std::byte* returned,
+                         const SourceAddend& addend, std::byte* output,
                          const DispatchContext& context) {
   if (slice.num_source_tokens == 0) return absl::OkStatus();
   SumRowsParams params;
@@ -65,6 +66,8 @@ absl::Status SumReturned(const StepSlice& slice, const std::byte* returned, std:
   params.offsets = slice.sum_offsets;
   params.row_indices = slice.sum_rows;
   params.weights = slice.sum_weights;
+  params.addend = addend.rows;
+  params.addend_scales = addend.scales;
   params.output = output;
   params.output_dtype = slice.header.output_dtype;
 

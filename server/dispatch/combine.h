@@ -19,7 +19,10 @@ namespace expertmesh {
 //            rounded to combine_dtype. kPerExpert: each expert output rounded to combine_dtype.
 //            The owner's own tokens too, so that where a token's source is cannot change a byte.
 //   source   what came home, summed in float32, rounded once to output_dtype. kSum: by ascending
-//            owner rank. kPerExpert: weighted, by ascending k.
+//            owner rank. kPerExpert: weighted, by ascending k. Shared experts are the last term of
+//            this sum, in both modes: their float32 row as the FFN left it, times its gate's
+//            float32 value where they are gated. So they add no rounding to another type, no
+//            router weight touches them, and where the source is cannot change a byte.
 
 // The owner's half as sums over rows of the experts' output: partial i adds the entries
 // [offsets[i], offsets[i + 1]). Partials lie in the order of the received rows, so each source
@@ -41,7 +44,8 @@ absl::Status ComputePartials(const PartialSums& sums, int64_t first, int64_t las
 
 // Enqueues the source's half into `output` [num_source_tokens, hidden_size]. `returned`: the
 // partials that came home, those of other ranks by ascending rank, then the rank's own.
-absl::Status SumReturned(const StepSlice& slice, const std::byte* returned, std::byte* output,
+absl::Status SumReturned(const StepSlice& slice, const std::byte* returned,
+                         const SourceAddend& addend, std::byte* output,
                          const DispatchContext& context);
 
 }  // namespace expertmesh

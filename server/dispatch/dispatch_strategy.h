@@ -40,6 +40,12 @@ struct ExpertRows {
   int64_t max_rows_per_expert = 0;              // kBatched
 };
 
+// What the source adds to each of its tokens: its shared experts' output.
+struct SourceAddend {
+  const float* rows = nullptr;    // [num_source_tokens, hidden_size], or null: nothing to add
+  const float* scales = nullptr;  // [num_source_tokens], or null: not scaled
+};
+
 // One rank's exchange of one step in flight. The phases are called once each, in this order; each
 // enqueues on the context's stream and does not block. Between two phases of one rank every other
 // rank must be able to reach the same point: a thread that drives several ranks over inline streams
@@ -56,9 +62,9 @@ class DispatchHandle {
   // partials home.
   virtual absl::Status Combine(const float* expert_output) = 0;
 
-  // Sums this rank's tokens into `output` [num_source_tokens, hidden_size], output_dtype, stream's
-  // device.
-  virtual absl::Status Finish(std::byte* output) = 0;
+  // Sums this rank's tokens into `output` [num_source_tokens, hidden_size], output_dtype. `addend`
+  // has been enqueued on the stream before. All on the stream's device.
+  virtual absl::Status Finish(const SourceAddend& addend, std::byte* output) = 0;
 };
 
 // How rows get to their experts and back. Stateless, thread safe. Every strategy combines by

@@ -122,8 +122,8 @@ absl::Status RowExchange::Combine(const float* expert_output) {
                   slice_.return_recv_counts, combine_bytes_);
 }
 
-absl::Status RowExchange::Finish(std::byte* output) {
-  return SumReturned(slice_, returned_, output, context_);
+absl::Status RowExchange::Finish(const SourceAddend& addend, std::byte* output) {
+  return SumReturned(slice_, returned_, addend, output, context_);
 }
 
 absl::StatusOr<std::byte*> RowExchange::AllocateRows(int64_t num_rows, int64_t element_bytes) {

@@ -24,7 +24,7 @@ class RowExchange : public DispatchHandle {
 
   absl::StatusOr<ExpertRows> Permute() override;
   absl::Status Combine(const float* expert_output) override;
-  absl::Status Finish(std::byte* output) override;
+  absl::Status Finish(const SourceAddend& addend, std::byte* output) override;
 
  private:
   // Rows of other ranks before and after the rank's own block, in the order of ranks.

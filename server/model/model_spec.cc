@@ -122,8 +122,26 @@ absl::Status ValidateModelSpec(const ModelSpec& model) {
   return absl::OkStatus();
 }
 
+ExpertLayerShape MakeExpertLayerShape(const ModelSpec& model, int32_t num_local_experts,
+                                      int64_t intermediate_size) {
+  ExpertLayerShape shape;
+  shape.num_local_experts = num_local_experts;
+  shape.hidden_size = model.hidden_size;
+  shape.intermediate_size = intermediate_size;
+  shape.weight_dtype = model.weight_dtype;
+  shape.activation = model.activation;
+  shape.swiglu_alpha = model.swiglu_alpha;
+  shape.swiglu_limit = model.swiglu_limit;
+  return shape;
+}
+
 int64_t ExpertWeightBytes(const ModelSpec& model, const LayerSpec& layer) {
   return 3 * model.hidden_size * layer.intermediate_size * DTypeBytes(model.weight_dtype);
+}
+
+int64_t SharedExpertWeightBytes(const ModelSpec& model, const LayerSpec& layer) {
+  return 3 * model.hidden_size * layer.shared_intermediate_size * DTypeBytes(model.weight_dtype) +
+         (layer.shared_gated ? model.hidden_size * int64_t{sizeof(float)} : 0);
 }
 
 }  // namespace expertmesh

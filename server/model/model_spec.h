@@ -87,8 +87,16 @@ inline constexpr int32_t kMaxNumLayers = 4096;
 // topk <= num_experts (+ num_zero_experts), groups, layers strictly ascending, dtype known.
 absl::Status ValidateModelSpec(const ModelSpec& model);
 
+// What the kernels must know for `num_local_experts` FFNs of the model's kind.
+ExpertLayerShape MakeExpertLayerShape(const ModelSpec& model, int32_t num_local_experts,
+                                      int64_t intermediate_size);
+
 // Bytes of one expert's three matrices in ModelSpec::weight_dtype. The spec must be valid.
 int64_t ExpertWeightBytes(const ModelSpec& model, const LayerSpec& layer);
+
+// Bytes of the layer's shared experts, which every rank holds: three matrices in
+// ModelSpec::weight_dtype and their gate in float32; 0 without any. The spec must be valid.
+int64_t SharedExpertWeightBytes(const ModelSpec& model, const LayerSpec& layer);
 
 }  // namespace expertmesh
 

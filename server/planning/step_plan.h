@@ -42,6 +42,7 @@ struct StepHeader {
   DType combine_dtype = DType::kInvalid;     // of the partials that come back
   DType output_dtype = DType::kInvalid;
   bool apply_router_weight_on_input = false;
+  bool include_shared_experts = false;  // each token's source adds them, last
 };
 
 // Routing of consecutive tokens of a step: one request, or a piece of one.

@@ -26,6 +26,7 @@ class RankBackend {
   // device is the host. Shared, because outputs outlive steps and may outlive the rank.
   virtual const std::shared_ptr<Allocator>& device_allocator() const = 0;
   virtual const std::shared_ptr<Allocator>& host_allocator() const = 0;
+  // Work on several streams of one rank may overlap.
   virtual std::unique_ptr<Stream> NewStream() = 0;
   virtual RowOps& row_ops() = 0;
   // Errors as NewCpuExpertKernels.

@@ -33,39 +33,43 @@ absl::Status RankEngine::LoadLayer(const WeightSource& source, const LayerSpec& 
   layer.num_local_experts = static_cast<int32_t>(local_experts.size());
   layer.hidden_size = model.hidden_size;
   if (!local_experts.empty()) {
-    ExpertLayerShape shape;
-    shape.num_local_experts = layer.num_local_experts;
-    shape.hidden_size = model.hidden_size;
-    shape.intermediate_size = layer_spec.intermediate_size;
-    shape.weight_dtype = model.weight_dtype;
-    shape.activation = model.activation;
-    shape.swiglu_alpha = model.swiglu_alpha;
-    shape.swiglu_limit = model.swiglu_limit;
-    absl::StatusOr<std::unique_ptr<ExpertKernels>> kernels = backend().NewExpertKernels(shape);
+    absl::StatusOr<std::unique_ptr<ExpertKernels>> kernels = backend().NewExpertKernels(
+        MakeExpertLayerShape(model, layer.num_local_experts, layer_spec.intermediate_size));
     if (!kernels.ok()) return kernels.status();
     layer.kernels = *std::move(kernels);
   }
 
+  const auto load_expert = [&](int64_t local_expert_id) {
+    absl::StatusOr<LoadedExpert> expert =
+        source.LoadExpert(layer_spec.index, local_experts[local_expert_id]);
+    if (!expert.ok()) return expert.status();
+    return layer.kernels->LoadExpert(static_cast<int32_t>(local_expert_id), expert->weights);
+  };
+  const auto load_shared = [&] {
+    absl::StatusOr<std::unique_ptr<SharedExperts>> shared =
+        SharedExperts::Load(source, layer_spec, backend());
+    if (shared.ok()) layer.shared = *std::move(shared);
+    return shared.status();
+  };
+  const bool has_shared = layer_spec.shared_intermediate_size > 0;
   const int64_t expert_bytes = ExpertWeightBytes(model, layer_spec);
+  const int64_t shared_bytes = SharedExpertWeightBytes(model, layer_spec);
   std::mutex mutex;
   absl::Status first_error;
-  backend().ForEachLoad(layer.num_local_experts, [&](int64_t local_expert_id) {
+  // The shared experts come last.
+  backend().ForEachLoad(layer.num_local_experts + has_shared, [&](int64_t i) {
     {
       const std::lock_guard<std::mutex> lock(mutex);
       if (!first_error.ok()) return;
     }
-    absl::StatusOr<LoadedExpert> expert =
-        source.LoadExpert(layer_spec.index, local_experts[local_expert_id]);
-    absl::Status status = expert.status();
-    if (status.ok()) {
-      status = layer.kernels->LoadExpert(static_cast<int32_t>(local_expert_id), expert->weights);
-    }
+    const bool is_shared = i == layer.num_local_experts;
+    const absl::Status status = is_shared ? load_shared() : load_expert(i);
     if (!status.ok()) {
       const std::lock_guard<std::mutex> lock(mutex);
       first_error.Update(status);
       return;
     }
-    progress(expert_bytes);
+    progress(is_shared ? shared_bytes : expert_bytes);
   });
   if (!first_error.ok()) return first_error;
   models_[model.name][layer_spec.index] = std::move(layer);
@@ -77,6 +81,7 @@ int64_t RankEngine::weight_bytes() const {
   for (const auto& [model, layers] : models_) {
     for (const auto& [index, layer] : layers) {
       if (layer.kernels != nullptr) total += layer.kernels->weight_bytes();
+      if (layer.shared != nullptr) total += layer.shared->weight_bytes();
     }
   }
   return total;

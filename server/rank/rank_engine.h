@@ -18,6 +18,7 @@
 #include "server/model/weight_source.h"
 #include "server/planning/step_plan.h"
 #include "server/rank/rank_backend.h"
+#include "server/rank/shared_experts.h"
 #include "server/rank/token_shard.h"
 
 namespace expertmesh {
@@ -36,9 +37,9 @@ struct RankStepResult {
 
 class RankStep;
 
-// One rank: its experts' packed weights, and its part of a step. It does not know where its slice
-// and its shard came from. One step at a time; all functions by one thread at a time, except
-// Abort.
+// One rank: its experts' and the shared experts' packed weights, and its part of a step. It does
+// not know where its slice and its shard came from. One step at a time; all functions by one thread
+// at a time, except Abort.
 class RankEngine {
  public:
   explicit RankEngine(RankEngineOptions options);
@@ -48,10 +49,10 @@ class RankEngine {
   int32_t ep_size() const { return options_.ep_size; }
   RankBackend& backend() { return *options_.backend; }
 
-  // Packs this rank's experts of one layer. Blocking, on the rank's threads. `progress` gets the
-  // bytes of each expert as it was read; from any of these threads, several at once. Nothing is
-  // kept when it fails. ALREADY_EXISTS for a layer that is held; otherwise errors of `source` and
-  // of the kernels.
+  // Packs this rank's experts of one layer, and its shared experts where it has some. Blocking, on
+  // the rank's threads. `progress` gets the bytes of each expert as it was read; from any of these
+  // threads, several at once. Nothing is kept when it fails. ALREADY_EXISTS for a layer that is
+  // held; otherwise errors of `source` and of the kernels.
   absl::Status LoadLayer(const WeightSource& source, const LayerSpec& layer,
                          const Placement& placement,
                          absl::FunctionRef<void(int64_t num_bytes)> progress);
@@ -81,6 +82,7 @@ class RankEngine {
     int32_t num_local_experts = 0;
     int64_t hidden_size = 0;
     std::unique_ptr<ExpertKernels> kernels;  // null when the rank holds none of the experts
+    std::unique_ptr<SharedExperts> shared;   // null when the layer has none
   };
 
   const Layer* FindLayer(const std::string& model, int32_t layer) const;

@@ -46,7 +46,9 @@ RankStep::~RankStep() {
   if (!finished_) {
     engine_.Abort(first_error_.ok() ? absl::CancelledError("the step was given up") : first_error_);
   }
-  stream_.reset();  // drops work that names the arenas' memory
+  // Drops work that names the arenas' memory.
+  shared_stream_.reset();
+  stream_.reset();
 }
 
 absl::Status RankStep::Keep(absl::Status status) {
@@ -54,8 +56,8 @@ absl::Status RankStep::Keep(absl::Status status) {
   return status;
 }
 
-absl::Status RankStep::Mark(int64_t* nanos) {
-  return stream_->Enqueue([nanos] {
+absl::Status RankStep::Mark(Stream& stream, int64_t* nanos) {
+  return stream.Enqueue([nanos] {
     *nanos = NowNanos();
     return absl::OkStatus();
   });
@@ -75,6 +77,28 @@ absl::Status RankStep::CheckShard() const {
   if (num_rows != slice_.num_source_tokens) {
     return absl::InvalidArgumentError(absl::StrCat(
         "shard: ", num_rows, " rows, slice.num_source_tokens is ", slice_.num_source_tokens));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RankStep::CheckLayer() const {
+  const StepHeader& header = slice_.header;
+  if (header.include_shared_experts && layer_->shared == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat("slice.include_shared_experts: layer ",
+                                                   header.layer, " of model ", header.model,
+                                                   " has no shared experts"));
+  }
+  std::vector<const ExpertKernels*> kernels = {layer_->kernels.get()};
+  if (header.include_shared_experts) kernels.push_back(&layer_->shared->kernels());
+  for (const ExpertKernels* each : kernels) {
+    if (each == nullptr) continue;
+    const ExpertKernels::Capabilities& capabilities = each->capabilities();
+    const std::vector<DType>& dtypes = capabilities.activation_dtypes;
+    if (std::find(dtypes.begin(), dtypes.end(), header.activation_dtype) == dtypes.end()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("slice.activation_dtype: ", std::string(DTypeName(header.activation_dtype)),
+                       " is not supported by the ", capabilities.instruction_set, " kernels"));
+    }
   }
   return absl::OkStatus();
 }
@@ -106,16 +130,8 @@ absl::Status RankStep::Begin() {
   absl::Status status =
       CheckSlice(slice_, engine_.ep_rank(), engine_.ep_size(), layer_->num_local_experts);
   if (status.ok()) status = CheckShard();
+  if (status.ok()) status = CheckLayer();
   if (!status.ok()) return status;
-  if (layer_->kernels != nullptr) {
-    const ExpertKernels::Capabilities& capabilities = layer_->kernels->capabilities();
-    const std::vector<DType>& dtypes = capabilities.activation_dtypes;
-    if (std::find(dtypes.begin(), dtypes.end(), header.activation_dtype) == dtypes.end()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("slice.activation_dtype: ", std::string(DTypeName(header.activation_dtype)),
-                       " is not supported by the ", capabilities.instruction_set, " kernels"));
-    }
-  }
   absl::StatusOr<const DispatchStrategy*> strategy = FindDispatchStrategy(header.strategy);
   if (!strategy.ok()) return strategy.status();
   status = AcquireArenas();
@@ -135,12 +151,36 @@ absl::Status RankStep::Begin() {
       (*strategy)->Dispatch(slice_, shard_.rows, context);
   if (!handle.ok()) return handle.status();
   handle_ = *std::move(handle);
-  return Mark(&arrived_nanos_);
+  return Mark(*stream_, &arrived_nanos_);
 }
 
 absl::Status RankStep::Compute() { return Keep(EnqueueCompute()); }
 
+absl::Status RankStep::EnqueueSharedExperts() {
+  if (!slice_.header.include_shared_experts || slice_.num_source_tokens == 0) {
+    return absl::OkStatus();
+  }
+  // On a stream of its own: the step's waits for the rows of other ranks.
+  shared_stream_ = engine_.backend().NewStream();
+  absl::Status status = Mark(*shared_stream_, &shared_begun_nanos_);
+  if (!status.ok()) return status;
+  SharedExperts::Rows rows;
+  rows.hidden_states = shard_.rows;
+  rows.num_rows = slice_.num_source_tokens;
+  rows.activation_dtype = slice_.header.activation_dtype;
+  rows.arena = device_arena_.get();
+  rows.host_arena = host_arena_.get();
+  absl::StatusOr<SourceAddend> addend =
+      layer_->shared->Compute(rows, engine_.backend().row_ops(), *shared_stream_);
+  if (!addend.ok()) return addend.status();
+  addend_ = *addend;
+  status = Mark(*shared_stream_, &shared_done_nanos_);
+  if (!status.ok()) return status;
+  return shared_stream_->Record(shared_done_);
+}
+
 absl::Status RankStep::EnqueueCompute() {
+  if (absl::Status status = EnqueueSharedExperts(); !status.ok()) return status;
   absl::StatusOr<ExpertRows> rows = handle_->Permute();
   if (!rows.ok()) return rows.status();
   absl::StatusOr<std::byte*> memory =
@@ -160,7 +200,7 @@ absl::Status RankStep::EnqueueCompute() {
     absl::Status status = layer_->kernels->GroupedFfn(params, *stream_);
     if (!status.ok()) return status;
   }
-  absl::Status status = Mark(&computed_nanos_);
+  absl::Status status = Mark(*stream_, &computed_nanos_);
   if (!status.ok()) return status;
   return handle_->Combine(output);
 }
@@ -170,22 +210,37 @@ absl::StatusOr<RankStepResult> RankStep::Finish(absl::Time deadline) {
   if (status.ok()) status = stream_->Wait(deadline);
   if (!status.ok()) return Keep(status);
   finished_ = true;
-  const int64_t now = NowNanos();
+  finished_nanos_ = NowNanos();
   RankStepResult result;
   result.output = std::move(output_);
-  result.timings.dispatch_micros = (arrived_nanos_ - begun_nanos_) / 1000;
-  result.timings.compute_micros = (computed_nanos_ - arrived_nanos_) / 1000;
-  result.timings.combine_micros = (now - computed_nanos_) / 1000;
+  result.timings = Timings();
   return result;
+}
+
+StepTimings RankStep::Timings() const {
+  // While the shared experts run nothing is waited for, whether or not the rows have arrived.
+  const int64_t computed_meanwhile =
+      shared_stream_ == nullptr
+          ? 0
+          : std::max<int64_t>(0, std::min(arrived_nanos_, shared_done_nanos_) -
+                                     std::max(begun_nanos_, shared_begun_nanos_));
+  StepTimings timings;
+  timings.dispatch_micros = (arrived_nanos_ - begun_nanos_ - computed_meanwhile) / 1000;
+  timings.compute_micros = (computed_nanos_ - arrived_nanos_ + computed_meanwhile) / 1000;
+  timings.combine_micros = (finished_nanos_ - computed_nanos_) / 1000;
+  return timings;
 }
 
 absl::Status RankStep::EnqueueFinish() {
   std::byte* const output = const_cast<std::byte*>(output_.rows);
-  if (stream_->device() == Device{}) return handle_->Finish(output);
+  if (shared_stream_ != nullptr) {
+    if (absl::Status status = stream_->WaitFor(shared_done_); !status.ok()) return status;
+  }
+  if (stream_->device() == Device{}) return handle_->Finish(addend_, output);
   absl::StatusOr<std::byte*> rows = AllocateRows(*device_arena_, output_.num_rows,
                                                  layer_->hidden_size, slice_.header.output_dtype);
   if (!rows.ok()) return rows.status();
-  absl::Status status = handle_->Finish(*rows);
+  absl::Status status = handle_->Finish(addend_, *rows);
   if (!status.ok()) return status;
   return stream_->Copy(
       output, *rows,

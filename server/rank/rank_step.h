@@ -18,8 +18,9 @@ namespace expertmesh {
 
 // One rank's part of one step, in the phases that lie between the collectives:
 //   RankEngine::Begin   rows leave for their owners
-//   Compute             rows are sorted by expert, the FFN runs, partials leave for home
-//   Finish              partials are summed; waits for everything
+//   Compute             the shared experts run on the rank's own tokens while the rows are on the
+//                       wire; rows are sorted by expert, the FFN runs, partials leave for home
+//   Finish              partials and shared experts are summed; waits for everything
 // A thread that drives several ranks runs each phase of all of them before the next phase of any.
 // Destroying a step that has not finished aborts the epoch's communicator: no peer may wait for it,
 // or touch its memory, any longer.
@@ -39,11 +40,14 @@ class RankStep {
 
   absl::Status Begin();
   absl::Status CheckShard() const;
+  absl::Status CheckLayer() const;
   absl::Status AcquireArenas();
+  absl::Status EnqueueSharedExperts();
   absl::Status EnqueueCompute();
   absl::Status EnqueueFinish();
   // Notes the time at which the stream gets here.
-  absl::Status Mark(int64_t* nanos);
+  static absl::Status Mark(Stream& stream, int64_t* nanos);
+  StepTimings Timings() const;
   // Remembers the first error, for the reason of the abort.
   absl::Status Keep(absl::Status status);
 
@@ -54,13 +58,19 @@ class RankStep {
   std::shared_ptr<StepArena> device_arena_;
   std::shared_ptr<StepArena> host_arena_;
   std::unique_ptr<Stream> stream_;
+  std::unique_ptr<Stream> shared_stream_;  // null when the step has no shared experts to run
+  Event shared_done_;                      // of shared_stream_
+  SourceAddend addend_;
   std::unique_ptr<DispatchHandle> handle_;
   ShardOutput output_;
   absl::Status first_error_;
   bool finished_ = false;
   int64_t begun_nanos_ = 0;
   int64_t arrived_nanos_ = 0;
+  int64_t shared_begun_nanos_ = 0;
+  int64_t shared_done_nanos_ = 0;
   int64_t computed_nanos_ = 0;
+  int64_t finished_nanos_ = 0;
 };
 
 }  // namespace expertmesh

@@ -30,7 +30,7 @@ struct ShardOutput {
 
 struct StepTimings {
   int64_t dispatch_micros = 0;  // until the rows have arrived
-  int64_t compute_micros = 0;   // permute and FFN
+  int64_t compute_micros = 0;   // permute and FFN; shared experts, while rows travel too
   int64_t combine_micros = 0;   // owner's partials, home, and summed
 };
 

@@ -60,8 +60,12 @@ class Explanation {
       v1::ExplainedRank* out = response_->mutable_ranks(rank);
       const int64_t expert_rows = out->num_expert_rows();
       out->set_num_active_experts(static_cast<int32_t>(active_[rank].size()));
-      out->set_estimated_flops(6 * call_.model->hidden_size * call_.layer->intermediate_size *
-                               expert_rows);
+      const int64_t shared_columns =
+          call_.include_shared_experts
+              ? call_.layer->shared_intermediate_size * out->num_source_tokens()
+              : 0;
+      out->set_estimated_flops(6 * call_.model->hidden_size *
+                               (call_.layer->intermediate_size * expert_rows + shared_columns));
       most_rows = std::max(most_rows, expert_rows);
       rows += expert_rows;
       response_->set_dispatch_bytes(response_->dispatch_bytes() + out->dispatch_bytes());
@@ -128,8 +132,9 @@ void AddWarnings(const ValidForward& forward, v1::ExplainResponse* response) {
         absl::StrCat(idle, " of ", call.layer->num_experts, " experts get no row"));
   }
   if (forward.num_tokens_without_expert > 0) {
-    response->add_warnings(absl::StrCat(forward.num_tokens_without_expert,
-                                        " tokens have no expert; their output is zeros"));
+    response->add_warnings(
+        absl::StrCat(forward.num_tokens_without_expert, " tokens have no expert; their output is ",
+                     call.include_shared_experts ? "the shared experts' alone" : "zeros"));
   }
   if (call.activation_dtype != call.model->weight_dtype) {
     const std::string weights(DTypeName(call.model->weight_dtype));
@@ -203,6 +208,7 @@ absl::StatusOr<v1::ExplainResponse> ExplainForward(const ExplainParams& params) 
   plan_params.header.combine_dtype = call.combine_dtype;
   plan_params.header.output_dtype = call.output_dtype;
   plan_params.header.apply_router_weight_on_input = call.apply_router_weight_on_input;
+  plan_params.header.include_shared_experts = call.include_shared_experts;
   plan_params.placement = &placement;
   Explanation explanation(params, &response);
   int32_t num_steps = 0;

@@ -106,19 +106,16 @@ absl::Status ApplyOptions(const v1::ForwardOptions& options, DType hidden_dtype,
     return InvalidFieldError("options.output_format", int{options.output_format()},
                              "OUTPUT_FORMAT_DATA, OUTPUT_FORMAT_VALUES");
   }
-  if (options.include_shared_experts()) {
-    if (call.layer->shared_intermediate_size == 0) {
-      return FieldError(ErrorReason::kNoSharedExperts,
-                        absl::StrCat("layer ", call.layer->index, " has no shared experts"),
-                        "options.include_shared_experts", "true", "false");
-    }
-    return FieldError(ErrorReason::kNotImplemented, "shared experts are not served yet",
+  if (options.include_shared_experts() && call.layer->shared_intermediate_size == 0) {
+    return FieldError(ErrorReason::kNoSharedExperts,
+                      absl::StrCat("layer ", call.layer->index, " has no shared experts"),
                       "options.include_shared_experts", "true", "false");
   }
   call.output_dtype = *output_dtype;
   call.combine_dtype = *combine_dtype;
   call.combine = *combine;
   call.dispatch = *dispatch;
+  call.include_shared_experts = options.include_shared_experts();
   valid->stats_only = options.stats_only();
   valid->validate_only = options.validate_only();
   return absl::OkStatus();
@@ -219,7 +216,7 @@ absl::StatusOr<ValidForward> ForwardValidator::Validate(DecodedForwardRequest re
           ValidateTopK(request.topk, request.topk_ids, request.topk_weights,
                        {call.num_tokens, layer->num_experts, limits_.max_topk});
       if (!summary.ok()) return summary.status();
-      rows_read = std::move(summary->rows_with_expert);
+      if (!call.include_shared_experts) rows_read = std::move(summary->rows_with_expert);
       valid.num_pairs = summary->num_pairs;
       valid.num_tokens_without_expert = summary->num_tokens_without_expert;
       call.routing = RoutingKind::kTopK;

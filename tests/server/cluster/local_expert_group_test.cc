@@ -66,6 +66,10 @@ class WholeStepTest : public ::testing::TestWithParam<std::tuple<int32_t, CpuIsa
     shape.weight_dtype = OneOf(random, {activation_dtype, AnyDType(random)});
     shape.activation = OneOf(random, {Activation::kSiluMul, Activation::kSiluMul,
                                       Activation::kGeluMul, Activation::kClampedSwiGlu});
+    if (seed % 2 == 0) {
+      shape.shared_intermediate_size = wide ? 11 : Uniform(random, 1, 70);
+      shape.shared_gated = Uniform(random, 0, 1) == 0;
+    }
     const RandomMoe moe(shape, seed);
     LocalExpertGroupOptions options = GroupOptions(
         num_ranks, isa,
@@ -81,6 +85,8 @@ class WholeStepTest : public ::testing::TestWithParam<std::tuple<int32_t, CpuIsa
         StepChoices choices;
         choices.combine = combine;
         choices.weight_on_input = weight_on_input;
+        choices.include_shared_experts =
+            shape.shared_intermediate_size > 0 && Uniform(random, 0, 4) > 0;
         choices.output_dtype = OneOf(random, {activation_dtype, AnyDType(random)});
         choices.combine_dtype = OneOf(random, {choices.output_dtype, DType::kFloat32});
         choices.on_caller = Uniform(random, 0, 1) == 0;
@@ -88,7 +94,8 @@ class WholeStepTest : public ::testing::TestWithParam<std::tuple<int32_t, CpuIsa
           choices.shard_sizes = MakeRandomShardSizes(random, num_tokens, num_ranks);
         }
         SCOPED_TRACE(std::string(CombineModeName(combine)) +
-                     (weight_on_input ? ", weight on input" : ""));
+                     (weight_on_input ? ", weight on input" : "") +
+                     (choices.include_shared_experts ? ", shared" : ""));
         const auto outputs = RunTokens(*group, moe, tokens, choices);
         ASSERT_TRUE(outputs.ok()) << outputs.status();
         ExpectNearReference(moe, tokens, choices, *outputs);
@@ -111,8 +118,9 @@ INSTANTIATE_TEST_SUITE_P(All, WholeStepTest,
                                   std::string(DTypeName(std::get<2>(test.param)));
                          });
 
-// Ranks, combine mode, weight on the input.
-class SameBytesTest : public ::testing::TestWithParam<std::tuple<int32_t, CombineMode, bool>> {
+// Ranks, combine mode, weight on the input, shared experts.
+class SameBytesTest
+    : public ::testing::TestWithParam<std::tuple<int32_t, CombineMode, bool, bool>> {
  protected:
   static constexpr int64_t kTokens = 30;
 
@@ -120,6 +128,7 @@ class SameBytesTest : public ::testing::TestWithParam<std::tuple<int32_t, Combin
     num_ranks_ = std::get<0>(GetParam());
     choices_.combine = std::get<1>(GetParam());
     choices_.weight_on_input = std::get<2>(GetParam());
+    choices_.include_shared_experts = std::get<3>(GetParam());
     choices_.combine_dtype = DType::kFloat16;
     choices_.output_dtype = DType::kBFloat16;
   }
@@ -148,7 +157,8 @@ class SameBytesTest : public ::testing::TestWithParam<std::tuple<int32_t, Combin
     }
   }
 
-  const RandomMoe moe_{RandomMoeShape{48, 40, 16, 6, DType::kBFloat16}, 5};
+  const RandomMoe moe_{
+      RandomMoeShape{48, 40, 16, 6, DType::kBFloat16, Activation::kSiluMul, 56, true}, 5};
   const RandomTokens tokens_{moe_, kTokens, DType::kBFloat16, 6};
   int32_t num_ranks_ = 1;
   StepChoices choices_;
@@ -208,15 +218,31 @@ TEST_P(SameBytesTest, PerExpertWhereverTheExpertsAre) {
   }
 }
 
+// Such a token is zeros, or the shared experts' output.
+TEST_P(SameBytesTest, SharedExpertsCountForTokensWithoutExperts) {
+  const auto group = Group(num_ranks_, {});
+  const auto outputs = All(*group);
+  const std::vector<std::byte> zeros(outputs[0].size(), std::byte{0});
+  int num_without = 0;
+  for (int64_t token = 0; token < kTokens; ++token) {
+    const int32_t* ids = tokens_.routing.topk_ids.data() + token * tokens_.routing.topk;
+    if (std::any_of(ids, ids + tokens_.routing.topk, [](int32_t id) { return id >= 0; })) continue;
+    ++num_without;
+    EXPECT_EQ(outputs[token] == zeros, !choices_.include_shared_experts) << "token " << token;
+  }
+  EXPECT_GT(num_without, 0);
+}
+
 INSTANTIATE_TEST_SUITE_P(All, SameBytesTest,
                          ::testing::Combine(::testing::Values(1, 2, 3, 4, 7, 20),
                                             ::testing::Values(CombineMode::kSum,
                                                               CombineMode::kPerExpert),
-                                            ::testing::Bool()),
+                                            ::testing::Bool(), ::testing::Bool()),
                          [](const auto& test) {
                            return std::to_string(std::get<0>(test.param)) + "ranks_" +
                                   CombineModeName(std::get<1>(test.param)) +
-                                  (std::get<2>(test.param) ? "_weight_on_input" : "");
+                                  (std::get<2>(test.param) ? "_weight_on_input" : "") +
+                                  (std::get<3>(test.param) ? "_shared" : "");
                          });
 
 }  // namespace

@@ -74,6 +74,11 @@ TEST(PackedLayerBytesTest, CountsTheRanksExperts) {
   const Placement placement = *Placement::Contiguous(5, 2);
   EXPECT_EQ(*PackedLayerBytes(model, layer, placement, 0), 3 * 3 * 8 * 6 * 2);
   EXPECT_EQ(*PackedLayerBytes(model, layer, placement, 1), 2 * 3 * 8 * 6 * 2);
+  layer.shared_intermediate_size = 11;  // on every rank
+  EXPECT_EQ(*PackedLayerBytes(model, layer, placement, 1), 2 * 3 * 8 * 6 * 2 + 3 * 8 * 11 * 2);
+  layer.shared_gated = true;
+  EXPECT_EQ(*PackedLayerBytes(model, layer, placement, 0),
+            3 * 3 * 8 * 6 * 2 + 3 * 8 * 11 * 2 + 8 * 4);
 }
 
 }  // namespace

@@ -39,6 +39,8 @@ ModelSpec MakeSpec(const RandomMoeShape& shape) {
   layer.num_experts = shape.num_experts;
   layer.topk = std::min(shape.topk, shape.num_experts);
   layer.intermediate_size = shape.intermediate_size;
+  layer.shared_intermediate_size = shape.shared_intermediate_size;
+  layer.shared_gated = shape.shared_gated;
   model.layers.push_back(layer);
   return model;
 }
@@ -53,6 +55,39 @@ ReferenceActivation ReferenceActivationOf(Activation activation) {
       return ReferenceActivation::kClampedSwiglu;
   }
   return ReferenceActivation::kSiluMul;
+}
+
+// Adds the shared experts' output to `expected` and what may be wrong with it to `bound`. The
+// routed part's bound has the rounding of that part, so here it is the shared part's alone.
+void AddShared(const RandomMoe& moe, const std::vector<double>& hidden, ReferenceErrorModel model,
+               std::vector<double>* expected, std::vector<double>* bound) {
+  const std::vector<double> shared = ReferenceExpertFfn(moe.shared_reference, 0, hidden);
+  const int64_t hidden_size = moe.shape.hidden_size;
+  const int64_t num_tokens = static_cast<int64_t>(hidden.size()) / hidden_size;
+  model.weighted_input = ReferenceRounding::kNone;
+  model.partial = ReferenceRounding::kNone;
+  const std::vector<double> shared_bound =
+      ReferenceErrorBound(moe.shared_reference, hidden, std::vector<int32_t>(num_tokens, 0),
+                          std::vector<double>(num_tokens, 1.0), 1, model);
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    double scale = 1, scale_error = 0;
+    if (!moe.shared_gate.empty()) {
+      double logit = 0, magnitude = 0;
+      for (int64_t i = 0; i < hidden_size; ++i) {
+        const double term = moe.shared_gate[i] * hidden[token * hidden_size + i];
+        logit += term;
+        magnitude += std::abs(term);
+      }
+      scale = 1 / (1 + std::exp(-logit));
+      scale_error = scale * (0x1p-21 + (1 - scale) * 0x1p-22 * magnitude);
+    }
+    for (int64_t i = token * hidden_size; i < (token + 1) * hidden_size; ++i) {
+      (*expected)[i] += scale * shared[i];
+      (*bound)[i] += (scale + scale_error) * shared_bound[i] + scale_error * std::abs(shared[i]) +
+                     0x1p-23 * std::abs((*expected)[i]);
+      if (model.output == ReferenceRounding::kFloat16) (*bound)[i] += 0x1p-24;
+    }
+  }
 }
 
 }  // namespace
@@ -87,6 +122,22 @@ RandomMoe::RandomMoe(const RandomMoeShape& moe_shape, uint64_t seed) : shape(moe
     reference.w2_bias.insert(reference.w2_bias.end(), weights.down_bias,
                              weights.down_bias + hidden);
   }
+  if (shape.shared_intermediate_size == 0) return;
+  const LoadedSharedExperts shared = *source->LoadSharedExperts(kLayer);
+  shared_reference.num_experts = 1;
+  shared_reference.hidden_size = shape.hidden_size;
+  shared_reference.intermediate_size = shape.shared_intermediate_size;
+  shared_reference.activation = reference.activation;
+  shared_reference.swiglu_alpha = reference.swiglu_alpha;
+  shared_reference.swiglu_limit = reference.swiglu_limit;
+  for (const WeightMatrix& matrix : {shared.weights.gate, shared.weights.up}) {
+    AppendMatrix(matrix, shape.weight_dtype, shape.shared_intermediate_size, shape.hidden_size,
+                 &shared_reference.w13);
+  }
+  AppendMatrix(shared.weights.down, shape.weight_dtype, shape.hidden_size,
+               shape.shared_intermediate_size, &shared_reference.w2);
+  EXPECT_EQ(shared.weights.down_bias, nullptr);
+  shared_gate.assign(shared.gate.begin(), shared.gate.end());
 }
 
 std::shared_ptr<Allocator> PoisonedMemory() {
@@ -116,6 +167,7 @@ RandomTokens::RandomTokens(const RandomMoe& moe, int64_t num_random_tokens, DTyp
   const int64_t hidden_size = moe.shape.hidden_size;
   hidden_values = RandomValues(random, num_random_tokens * hidden_size, 1.0, dtype);
   for (int64_t token = 0; token < num_random_tokens; ++token) {
+    if (moe.shape.shared_intermediate_size > 0) break;
     const int32_t* ids = routing.topk_ids.data() + token * routing.topk;
     if (std::any_of(ids, ids + routing.topk, [](int32_t id) { return id >= 0; })) continue;
     std::fill_n(hidden_values.begin() + token * hidden_size, hidden_size,
@@ -157,6 +209,7 @@ absl::StatusOr<GroupStep> MakeStep(LocalExpertGroup& group, const RandomMoe& moe
   params.header.combine_dtype = choices.combine_dtype;
   params.header.output_dtype = choices.output_dtype;
   params.header.apply_router_weight_on_input = choices.weight_on_input;
+  params.header.include_shared_experts = choices.include_shared_experts;
   params.segments = segments;
   params.placement = group.placement(moe.source->model().name, kLayer);
   params.shard_sizes = choices.shard_sizes;
@@ -202,7 +255,7 @@ void ExpectNearReference(const RandomMoe& moe, const RandomTokens& tokens,
                                     tokens.routing.topk_weights.end());
   ReferenceForwardOptions options;
   options.apply_router_weight_on_input = choices.weight_on_input;
-  const std::vector<double> expected =
+  std::vector<double> expected =
       ReferenceForward(moe.reference, tokens.hidden_values, tokens.routing.topk_ids, weights,
                        tokens.routing.topk, options);
   ReferenceErrorModel model;
@@ -210,9 +263,12 @@ void ExpectNearReference(const RandomMoe& moe, const RandomTokens& tokens,
   model.intermediate = RoundingOf(tokens.activation_dtype);
   model.partial = RoundingOf(choices.combine_dtype);
   model.output = RoundingOf(choices.output_dtype);
-  const std::vector<double> bound =
+  std::vector<double> bound =
       ReferenceErrorBound(moe.reference, tokens.hidden_values, tokens.routing.topk_ids, weights,
                           tokens.routing.topk, model, choices.weight_on_input);
+  if (choices.include_shared_experts) {
+    AddShared(moe, tokens.hidden_values, model, &expected, &bound);
+  }
   // What one partial in float16 can lose by underflow.
   const double slack =
       choices.combine_dtype == DType::kFloat16 ? 0x1p-25 * (1 + tokens.routing.topk) : 0.0;

@@ -23,6 +23,8 @@ struct RandomMoeShape {
   int32_t topk = 1;
   DType weight_dtype = DType::kFloat32;
   Activation activation = Activation::kSiluMul;
+  int64_t shared_intermediate_size = 0;
+  bool shared_gated = false;
 };
 
 // A model of one MoE layer (index 3) named "random", and its weights for the reference.
@@ -32,6 +34,8 @@ struct RandomMoe {
   RandomMoeShape shape;
   std::unique_ptr<WeightSource> source;
   ReferenceExperts reference;
+  ReferenceExperts shared_reference;  // one expert, if there are shared ones
+  std::vector<double> shared_gate;    // [hidden_size], or empty: not gated
 };
 
 // Memory filled with 0xff (NaN), so that bytes that were never written show.
@@ -40,7 +44,8 @@ std::shared_ptr<Allocator> PoisonedMemory();
 // A loaded group in poisoned memory; fails the test if loading does.
 std::unique_ptr<LocalExpertGroup> LoadGroup(const RandomMoe& moe, LocalExpertGroupOptions options);
 
-// Tokens with routing. Hidden rows without an expert are NaN and must not be read.
+// Tokens with routing. Hidden rows without an expert are NaN and must not be read, but for a model
+// with shared experts.
 struct RandomTokens {
   RandomTokens(const RandomMoe& moe, int64_t num_tokens, DType dtype, uint64_t seed);
 
@@ -57,6 +62,7 @@ struct StepChoices {
   CombineMode combine = CombineMode::kSum;
   DispatchMode strategy = DispatchMode::kAuto;
   bool weight_on_input = false;
+  bool include_shared_experts = false;
   DType combine_dtype = DType::kFloat32;
   DType output_dtype = DType::kFloat32;
   std::vector<int64_t> tokens;       // of RandomTokens, in this order; empty: all

@@ -144,21 +144,24 @@ TEST_F(StepControllerTest, CallsOfDifferentNumericsOrLayersDoNot) {
   Start();
   TestCall blocker = SubmitBlocker();
   std::vector<TestCall> calls;
-  for (int i = 0; i < 6; ++i) calls.push_back(MakeCall({.layer = i == 1 ? 4 : 1}));
+  for (int i = 0; i < 7; ++i) calls.push_back(MakeCall({.layer = i == 1 ? 4 : 1}));
   calls[2].call->combine = CombineMode::kPerExpert;
   calls[3].call->dispatch = DispatchMode::kAllToAll;
   calls[4].call->apply_router_weight_on_input = true;
   calls[5].call->combine_dtype = DType::kBFloat16;
+  calls[6].call->include_shared_experts = true;
   for (TestCall& call : calls) Submit(call);
   gate.Open();
   for (const TestCall& call : calls) EXPECT_TRUE(call.answer->Wait().ok());
   const std::vector<SeenStep> seen = group.seen();
-  ASSERT_EQ(seen.size(), 7u);
+  ASSERT_EQ(seen.size(), 8u);
   EXPECT_EQ(seen[2].header.layer, 4);
   EXPECT_EQ(seen[3].header.combine, CombineMode::kPerExpert);
   EXPECT_EQ(seen[4].header.strategy, DispatchMode::kAllToAll);
   EXPECT_TRUE(seen[5].header.apply_router_weight_on_input);
   EXPECT_EQ(seen[6].header.combine_dtype, DType::kBFloat16);
+  EXPECT_FALSE(seen[6].header.include_shared_experts);
+  EXPECT_TRUE(seen[7].header.include_shared_experts);
   for (size_t i = 1; i < seen.size(); ++i) {
     EXPECT_EQ(seen[i].header.step, seen[i - 1].header.step + 1);
   }

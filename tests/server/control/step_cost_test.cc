@@ -17,12 +17,33 @@ TEST(StepCostTest, WeightsAreReadOncePerExpertAndPairsAreComputed) {
   // 3 * 1000 * 100 elements of 4 bytes an expert.
   StepCostModel cost = {
       .weight_bytes_per_micro = 1e6, .flops_per_micro = 1e18, .micros_per_token = 0};
-  EXPECT_DOUBLE_EQ(EstimateStepMicros(cost, model, layer, 1, 2), 2 * 1.2);
-  EXPECT_DOUBLE_EQ(EstimateStepMicros(cost, model, layer, 1, 400), 4 * 1.2);
+  EXPECT_DOUBLE_EQ(EstimateStepMicros(cost, model, layer, 1, 2, false), 2 * 1.2);
+  EXPECT_DOUBLE_EQ(EstimateStepMicros(cost, model, layer, 1, 400, false), 4 * 1.2);
   cost = {.weight_bytes_per_micro = 1e18, .flops_per_micro = 6e5, .micros_per_token = 0};
-  EXPECT_DOUBLE_EQ(EstimateStepMicros(cost, model, layer, 1, 400), 400);
+  EXPECT_DOUBLE_EQ(EstimateStepMicros(cost, model, layer, 1, 400, false), 400);
   cost.micros_per_token = 2;
-  EXPECT_DOUBLE_EQ(EstimateStepMicros(cost, model, layer, 10, 400), 420);
+  EXPECT_DOUBLE_EQ(EstimateStepMicros(cost, model, layer, 10, 400, false), 420);
+}
+
+TEST(StepCostTest, SharedExpertsAreReadOnceAndComputedForEveryToken) {
+  ModelSpec model = SmallModel();
+  model.hidden_size = 1000;
+  LayerSpec& layer = model.layers[0];
+  layer.intermediate_size = 100;
+  layer.shared_intermediate_size = 200;
+  StepCostModel cost = {
+      .weight_bytes_per_micro = 1e6, .flops_per_micro = 1e18, .micros_per_token = 0};
+  EXPECT_DOUBLE_EQ(EstimateStepMicros(cost, model, layer, 5, 1, true), 1.2 + 2.4);
+  EXPECT_DOUBLE_EQ(EstimateStepMicros(cost, model, layer, 0, 0, true), 0);
+  cost = {.weight_bytes_per_micro = 1e18, .flops_per_micro = 6e5, .micros_per_token = 0};
+  EXPECT_DOUBLE_EQ(EstimateStepMicros(cost, model, layer, 5, 3, true), 3 + 5 * 2);
+  ForwardCall call;
+  call.model = &model;
+  call.layer = &layer;
+  call.num_tokens = 5;
+  EXPECT_DOUBLE_EQ(EstimateMicros(cost, call), 0);
+  call.include_shared_experts = true;
+  EXPECT_DOUBLE_EQ(EstimateMicros(cost, call), 10);
 }
 
 TEST(StepCostTest, AQwen3LayerIsNoWorkForACallbackThread) {

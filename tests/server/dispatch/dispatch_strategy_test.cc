@@ -96,7 +96,7 @@ class Ranks {
       const DType dtype = plan_.slices[r].header.output_dtype;
       const int64_t count = plan_.slices[r].num_source_tokens * hidden_size_;
       rank.output.resize(count * DTypeBytes(dtype));
-      EXPECT_TRUE(rank.handle->Finish(rank.output.data()).ok());
+      EXPECT_TRUE(rank.handle->Finish(SourceAddend{}, rank.output.data()).ok());
       const absl::Status status = rank.stream->Wait(absl::Now() + absl::Seconds(60));
       EXPECT_TRUE(status.ok()) << status;
       for (int64_t i = 0; i < count; ++i) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/time/clock.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/base/host_buffer_pool.h"
 #include "server/comm/in_process_communicator.h"
@@ -36,6 +37,8 @@ std::unique_ptr<SyntheticWeightSource> MakeSource() {
     layer.num_experts = kExperts;
     layer.topk = 3;
     layer.intermediate_size = 10;
+    layer.shared_intermediate_size = index == 2 ? 14 : 0;
+    layer.shared_gated = true;
     model.layers.push_back(layer);
   }
   return *SyntheticWeightSource::Create(std::move(model), 3);
@@ -85,6 +88,7 @@ class RankEngineTest : public ::testing::Test {
     params.header.activation_dtype = DType::kFloat32;
     params.header.combine_dtype = DType::kFloat16;
     params.header.output_dtype = DType::kBFloat16;
+    params.header.include_shared_experts = true;
     params.segments = absl::MakeConstSpan(&segment, 1);
     params.placement = &*placement_;
     return *PlanStep(params);
@@ -226,6 +230,9 @@ TEST_F(RankEngineTest, RefusesSlices) {
   slice.header.strategy = DispatchMode::kAuto;
   EXPECT_EQ(run(slice), absl::StatusCode::kInvalidArgument);
   slice = plan.slices[0];
+  slice.header.activation_dtype = DType::kInt8;
+  EXPECT_EQ(run(slice), absl::StatusCode::kInvalidArgument);
+  slice = plan.slices[0];
   slice.send_rows.pop_back();
   EXPECT_EQ(run(slice), absl::StatusCode::kInvalidArgument);
 }
@@ -243,8 +250,28 @@ TEST_F(RankEngineTest, LoadsALayerOnce) {
           .code(),
       absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(engine.weight_bytes(), one_layer_bytes);
-  EXPECT_TRUE(engine.LoadLayer(*source_, layers[0], *placement_, [](int64_t) {}).ok());
-  EXPECT_EQ(engine.weight_bytes(), 2 * one_layer_bytes);
+  // Layer 0 has no shared experts.
+  int64_t progress_bytes = 0;
+  EXPECT_TRUE(engine
+                  .LoadLayer(*source_, layers[0], *placement_,
+                             [&](int64_t num_bytes) { progress_bytes += num_bytes; })
+                  .ok());
+  EXPECT_EQ(progress_bytes, 3 * 3 * kHidden * 10 * 4);
+  EXPECT_GE(engine.weight_bytes(), one_layer_bytes + progress_bytes);
+  EXPECT_LT(engine.weight_bytes(), 2 * one_layer_bytes);
+}
+
+TEST_F(RankEngineTest, RefusesSharedExpertsThatALayerHasNot) {
+  MakeRanks(1, NewHostBackend);
+  const absl::Status loaded =
+      engines_[0]->LoadLayer(*source_, source_->model().layers[0], *placement_, [](int64_t) {});
+  ASSERT_TRUE(loaded.ok()) << loaded;
+  const StepPlan plan = Plan();
+  StepSlice slice = plan.slices[0];
+  slice.header.layer = 0;
+  const absl::Status status = engines_[0]->RunStep(slice, Shard(plan, 0), Soon()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  EXPECT_THAT(std::string(status.message()), testing::HasSubstr("include_shared_experts"));
 }
 
 }  // namespace
