@@ -22,6 +22,7 @@ constexpr ReasonAdvice kReasonAdvice[] = {
      "the server holds other weights than you expect; `expertmesh model` shows its fingerprint"},
     {"NO_GATE_WEIGHTS",
      "the checkpoint has no gate for this layer: send --routing=topk or --routing=logits"},
+    {"NO_SHARED_EXPERTS", "leave --shared_experts out: the routed output is all there is"},
     {"OPTION_DISABLED", "the server must be started with the flag named above"},
     {"QUEUE_FULL", "the server is busy: send less at once, or add a replica"},
     {"BUFFERS_EXHAUSTED",

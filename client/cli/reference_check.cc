@@ -94,6 +94,26 @@ class ReferenceExpert {
   const std::vector<double> gate_, up_, down_;
 };
 
+absl::Status AddSharedExperts(const WeightSource& source, const LayerSpec& layer,
+                              const ForwardJob& job, std::vector<double>* output) {
+  const absl::StatusOr<LoadedSharedExperts> loaded = source.LoadSharedExperts(layer.index);
+  if (!loaded.ok()) return loaded.status();
+  const int64_t hidden_size = source.model().hidden_size;
+  const ReferenceExpert expert(source.model(), layer.shared_intermediate_size, loaded->weights);
+  const std::vector<double> gate(loaded->gate.begin(), loaded->gate.end());
+  std::vector<double> x(static_cast<size_t>(hidden_size));
+  for (int64_t token = 0; token < job.input.num_tokens; ++token) {
+    for (int64_t h = 0; h < hidden_size; ++h) {
+      x[static_cast<size_t>(h)] = LoadFloat(job.hidden_states.data.data(), job.hidden_states.dtype,
+                                            token * hidden_size + h);
+    }
+    const double scale =
+        gate.empty() ? 1.0 : 1 / (1 + std::exp(-Dot(gate.data(), x.data(), hidden_size)));
+    expert.Accumulate(x.data(), scale, &(*output)[static_cast<size_t>(token * hidden_size)]);
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::vector<double>> Evaluate(const WeightSource& source, const LayerSpec& layer,
                                              const ForwardJob& job, int topk) {
   const ModelSpec& model = source.model();
@@ -120,6 +140,10 @@ absl::StatusOr<std::vector<double>> Evaluate(const WeightSource& source, const L
       }
       expert.Accumulate(x.data(), weight, &output[static_cast<size_t>(token * hidden_size)]);
     }
+  }
+  if (job.input.options.include_shared_experts()) {
+    absl::Status status = AddSharedExperts(source, layer, job, &output);
+    if (!status.ok()) return status;
   }
   return output;
 }
@@ -165,7 +189,8 @@ absl::StatusOr<ReferenceCheck> CheckAgainstWeights(const WeightSource& weights,
   // the output. Float32 sums of n terms err by about sqrt(n) roundings. Experts may cancel, so
   // their roundings weigh more than the largest output shows: hence the factor.
   const DType combine_dtype = MemoryDType(job.input.options.combine_dtype());
-  const double terms = static_cast<double>(model.hidden_size + layer->intermediate_size);
+  const double terms = static_cast<double>(
+      model.hidden_size + std::max(layer->intermediate_size, layer->shared_intermediate_size));
   check.limit = 4 * (2 * UnitRoundoff(job.hidden_states.dtype) +
                      UnitRoundoff(combine_dtype == DType::kInvalid ? output_dtype : combine_dtype) +
                      UnitRoundoff(output_dtype) + std::sqrt(terms) * 0x1p-24);

@@ -48,14 +48,30 @@ class GoldenForwardTest : public testing::TestWithParam<std::tuple<std::string, 
     return request;
   }
 
-  void ExpectOutput(const v1::ForwardRequest& request, const GoldenLayer& layer, double tolerance) {
+  // The routed output, and with shared experts the full one; or that there are none.
+  void ExpectOutputs(v1::ForwardRequest request, const GoldenLayer& layer, double routed_tolerance,
+                     double full_tolerance) {
+    ExpectOutput(request, layer.output_routed, routed_tolerance);
+    request.mutable_options()->set_include_shared_experts(true);
+    if (layer.has_shared) {
+      SCOPED_TRACE("with shared experts");
+      ExpectOutput(request, layer.output_full, full_tolerance);
+      return;
+    }
+    const CallOutcome refused = server_->Forward(request);
+    EXPECT_EQ(refused.code, absl::StatusCode::kFailedPrecondition) << refused;
+    EXPECT_EQ(refused.reason, "NO_SHARED_EXPERTS") << refused;
+  }
+
+  void ExpectOutput(const v1::ForwardRequest& request, const GoldenTensor& expected,
+                    double tolerance) {
     const CallOutcome outcome = server_->Forward(request);
     ASSERT_TRUE(outcome.ok()) << outcome;
     const std::vector<double> output = OutputValues(outcome.response.output());
-    ASSERT_EQ(output.size(), layer.output_routed.values.size());
+    ASSERT_EQ(output.size(), expected.values.size());
     double largest = 0;
     for (size_t i = 0; i < output.size(); ++i) {
-      const double error = std::abs(output[i] - layer.output_routed.values[i]);
+      const double error = std::abs(output[i] - expected.values[i]);
       ASSERT_FALSE(std::isnan(error)) << "element " << i;
       largest = std::max(largest, error);
     }
@@ -78,18 +94,18 @@ TEST_P(GoldenForwardTest, GivenTopKLogitsAndServerGate) {
     }
     {
       SCOPED_TRACE("given top-k");
-      ExpectOutput(request, layer, layer.tolerance_routed);
+      ExpectOutputs(request, layer, layer.tolerance_routed, layer.tolerance_full);
     }
     request.set_apply_router_weight_on_input(false);  // now the model's own habit counts
     SetTensor(layer.router_logits, request.mutable_router_logits());
     {
       SCOPED_TRACE("router logits");
-      ExpectOutput(request, layer, layer.tolerance_routed_router);
+      ExpectOutputs(request, layer, layer.tolerance_routed_router, layer.tolerance_full_router);
     }
     request.mutable_server_gate();
     {
       SCOPED_TRACE("server gate");
-      ExpectOutput(request, layer, layer.tolerance_routed_router);
+      ExpectOutputs(request, layer, layer.tolerance_routed_router, layer.tolerance_full_router);
     }
   }
 }

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -155,6 +156,26 @@ TEST_F(ForwardValidationTest, WeightOnInputByRequestOrByTheModelsHabit) {
   EXPECT_FALSE(Validate(request)->call->apply_router_weight_on_input);
   request.mutable_server_gate();
   EXPECT_TRUE(Validate(request)->call->apply_router_weight_on_input);
+}
+
+// With shared experts the rows of tokens without an expert are read too, so they must be finite.
+TEST_F(ForwardValidationTest, SharedExpertsReadEveryRow) {
+  v1::ForwardRequest request = GoodRequest(Target(), 4, 2);
+  for (const int k : {0, 1}) request.mutable_topk()->set_ids(2 * 2 + k, -1);
+  std::string* data = request.mutable_hidden_states()->mutable_data();
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  StoreFloat(data->data(), DType::kBFloat16, 2 * 6 + 5, nan);
+  model_.layers[0].shared_intermediate_size = 3;
+  ASSERT_TRUE(Validate(request).ok()) << Validate(request).status();
+  EXPECT_FALSE(Validate(request)->call->include_shared_experts);
+  request.mutable_options()->set_include_shared_experts(true);
+  const auto refused = Validate(request).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << refused;
+  EXPECT_THAT(GetCallErrorDetails(refused)->field, testing::StartsWith("hidden_states"));
+  StoreFloat(data->data(), DType::kBFloat16, 2 * 6 + 5, 1.0f);
+  ASSERT_TRUE(Validate(request).ok()) << Validate(request).status();
+  EXPECT_TRUE(Validate(request)->call->include_shared_experts);
+  EXPECT_EQ(Validate(request)->num_tokens_without_expert, 1);
 }
 
 TEST_F(ForwardValidationTest, AnAnswerThatWouldNotFitIsRefusedBeforeItIsComputed) {
