@@ -58,6 +58,7 @@ absl::StatusOr<v1::StepSlice> ToWire(const StepSlice& slice, absl::Duration time
   wire.set_combine_dtype(DTypeToWire(header.combine_dtype));
   wire.set_output_dtype(DTypeToWire(header.output_dtype));
   wire.set_apply_router_weight_on_input(header.apply_router_weight_on_input);
+  wire.set_include_shared_experts(header.include_shared_experts);
   wire.set_timeout_micros(absl::ToInt64Microseconds(timeout));
   const bool fits = Pack(slice.send_counts, wire.mutable_send_counts()) &&
                     Pack(slice.recv_counts, wire.mutable_recv_counts()) &&
@@ -103,6 +104,7 @@ absl::StatusOr<StepSlice> FromWire(const v1::StepSlice& wire) {
   header.combine_dtype = DTypeFromWire(wire.combine_dtype());
   header.output_dtype = DTypeFromWire(wire.output_dtype());
   header.apply_router_weight_on_input = wire.apply_router_weight_on_input();
+  header.include_shared_experts = wire.include_shared_experts();
   slice.send_counts = Unpack<int64_t>(wire.send_counts());
   slice.send_rows = Unpack<int32_t>(wire.send_rows());
   slice.recv_counts = Unpack<int64_t>(wire.recv_counts());

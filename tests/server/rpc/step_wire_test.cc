@@ -60,6 +60,7 @@ struct Example {
     params.header.combine_dtype = DType::kFloat32;
     params.header.output_dtype = DType::kFloat16;
     params.header.apply_router_weight_on_input = random() % 2 == 0;
+    params.header.include_shared_experts = random() % 2 == 0;
     params.segments = segments;
     params.placement = &placement;
     const absl::StatusOr<StepPlan> plan = PlanStep(params);
@@ -100,6 +101,7 @@ void ExpectEqual(const StepSlice& a, const StepSlice& b) {
   EXPECT_EQ(a.header.combine_dtype, b.header.combine_dtype);
   EXPECT_EQ(a.header.output_dtype, b.header.output_dtype);
   EXPECT_EQ(a.header.apply_router_weight_on_input, b.header.apply_router_weight_on_input);
+  EXPECT_EQ(a.header.include_shared_experts, b.header.include_shared_experts);
   EXPECT_EQ(a.num_source_tokens, b.num_source_tokens);
   EXPECT_EQ(a.send_counts, b.send_counts);
   EXPECT_EQ(a.send_rows, b.send_rows);
