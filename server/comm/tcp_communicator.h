@@ -32,13 +32,13 @@ struct TcpCommunicatorParams {
 // to every rank before the operation ends. No signal is raised (SIGPIPE) and nothing terminates the
 // process.
 //
-// Why not Gloo, which the design names. Debian's libgloo (2022) cannot be made safe from outside:
-// while a pair listens, the first to connect becomes the peer, whoever it is, and the true one is
-// refused; 48 bytes from it, or a peer's message longer than the posted receive, throw an exception
-// on Gloo's own thread, which terminates the process; the classes that would have to be overridden
-// need a header that the package leaves out (gloo/common/memory.h), and Ubuntu 24.04's are others.
-// Its unbound buffers want every payload copied into memory of their own, and an exchange takes
-// longer (tests/bench/bench_exchange measures both).
+// Why not Gloo, the usual library for this on CPUs. Debian's libgloo (2022) cannot be made safe
+// from outside: while a pair listens, the first to connect becomes the peer, whoever it is, and the
+// true one is refused; 48 bytes from it, or a peer's message longer than the posted receive, throw
+// an exception on Gloo's own thread, which terminates the process; the classes that would have to
+// be overridden need a header that the package leaves out (gloo/common/memory.h), and
+// Ubuntu 24.04's are others. Its unbound buffers want every payload copied into memory of their
+// own, and an exchange takes longer (tests/bench/bench_exchange measures both).
 absl::StatusOr<std::unique_ptr<Communicator>> NewTcpCommunicator(
     const TcpCommunicatorParams& params);
 
