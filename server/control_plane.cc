@@ -253,6 +253,7 @@ absl::Status ControlPlane::Impl::Listen() {
   service_options.max_deadline = options.controller.max_deadline;
   service_options.max_step_tokens = options.controller.max_step_tokens;
   service_options.streams = &streams;
+  service_options.max_unsent_answer_bytes = options.controller.limits.max_bytes_in_flight;
   for (const ServedModel& model : models) {
     v1::GetModelResponse description = DescribeModel(model.spec, validator->limits());
     description.set_ep_size(group->ep_size());

@@ -29,6 +29,8 @@ struct ExpertServiceOptions {
   std::vector<v1::GetModelResponse> models;
   int64_t max_step_tokens = 0;
   ForwardStreamSet* streams = nullptr;
+  // Of unary calls, whether their steps have not run yet or their clients have not read them.
+  int64_t max_unsent_answer_bytes = int64_t{1} << 30;
 };
 
 // The public service. Forward, ForwardStream and Explain take their messages as bytes

@@ -31,6 +31,7 @@ ForwardReactor::ForwardReactor(const ForwardEnvironment& environment,
                                grpc::CallbackServerContext* context, grpc::ByteBuffer* request,
                                grpc::ByteBuffer* response)
     : environment_(environment),
+      context_(context),
       request_(request),
       response_(response),
       arrival_(absl::Now()),
@@ -79,7 +80,26 @@ void ForwardReactor::Run(absl::StatusOr<const ServingBackend*> backend, bool may
   Submit(std::move(*valid), may_run_inline);
 }
 
+absl::Status ForwardReactor::Reserve(const ValidForward& valid) {
+  if (valid.stats_only) return absl::OkStatus();
+  // No product overflows: the validator bounds the answer's size.
+  const int64_t bytes = info_.num_tokens * info_.model->hidden_size *
+                        (info_.output_as_values ? int64_t{4} : DTypeBytes(info_.output_dtype));
+  auto canceller = std::make_shared<CallCanceller>(context_);
+  const absl::Status status = environment_.unsent_answers->Reserve(bytes, deadline_, canceller);
+  if (status.ok()) reserved_ = std::move(canceller);
+  return status;
+}
+
+void ForwardReactor::Release() {
+  if (reserved_ == nullptr) return;
+  reserved_->Forget();
+  environment_.unsent_answers->Release(reserved_);
+  reserved_ = nullptr;
+}
+
 void ForwardReactor::Submit(ValidForward valid, bool may_run_inline) {
+  if (absl::Status status = Reserve(valid); !status.ok()) return Answer(std::move(status));
   valid.call->deadline = deadline_;
   valid.call->done = [this](absl::StatusOr<ForwardResult> result) { Complete(std::move(result)); };
   num_refs_.fetch_add(1, std::memory_order_relaxed);
@@ -125,6 +145,9 @@ void ForwardReactor::Answer(absl::StatusOr<grpc::ByteBuffer> response) {
   if (response.ok()) {
     metrics.response_bytes.Increment(static_cast<int64_t>(response->Length()));
     response_->Swap(&*response);
+    if (reserved_ != nullptr) environment_.unsent_answers->StartSending(reserved_);
+  } else {
+    Release();
   }
   const grpc::Status answer = ToGrpcStatus(status);
   metrics.CountCall(CallMethod::kForward, static_cast<absl::StatusCode>(answer.error_code()),
@@ -156,6 +179,7 @@ void ForwardReactor::OnCancel() {
 void ForwardReactor::OnDone() {
   // The answer's slices hold the step's buffers.
   response_->Clear();
+  Release();
   Unref();
 }
 

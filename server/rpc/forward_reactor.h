@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -16,6 +17,7 @@
 #include "server/rpc/forward_decoder.h"
 #include "server/rpc/forward_response.h"
 #include "server/rpc/serving_state.h"
+#include "server/rpc/unsent_answers.h"
 
 namespace expertmesh {
 
@@ -27,6 +29,7 @@ struct ForwardEnvironment {
   absl::Duration max_deadline;
   ExplainQueue* explain_queue = nullptr;
   std::atomic<uint64_t>* next_request_number = nullptr;
+  UnsentAnswers* unsent_answers = nullptr;
 };
 
 // The client's deadline, or the server's own where that is earlier or the client gave none.
@@ -59,9 +62,13 @@ class ForwardReactor final : public grpc::ServerUnaryReactor {
   void Complete(absl::StatusOr<ForwardResult> result);
   // The end: after it gRPC may delete this at any time, unless a reference is held.
   void Answer(absl::StatusOr<grpc::ByteBuffer> response);
+  // Of memory for the answer; RESOURCE_EXHAUSTED.
+  absl::Status Reserve(const ValidForward& valid);
+  void Release();
   void Unref();
 
   const ForwardEnvironment& environment_;
+  grpc::CallbackServerContext* const context_;
   grpc::ByteBuffer* const request_;
   grpc::ByteBuffer* const response_;
   const absl::Time arrival_;
@@ -70,6 +77,7 @@ class ForwardReactor final : public grpc::ServerUnaryReactor {
   ForwardAnswerInfo info_;
   std::string request_id_;
   ServingState::WaitId wait_id_ = 0;
+  std::shared_ptr<CallCanceller> reserved_;  // null: nothing is reserved
 
   std::mutex mutex_;
   bool cancelled_ = false;
