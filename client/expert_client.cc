@@ -21,6 +21,10 @@
 namespace expertmesh {
 namespace {
 
+int Millis(absl::Duration duration) {
+  return static_cast<int>(std::clamp<int64_t>(absl::ToInt64Milliseconds(duration), 1, INT_MAX));
+}
+
 grpc::ChannelArguments ChannelArgs(const ExpertClientOptions& options) {
   const int max_bytes =
       static_cast<int>(std::clamp<int64_t>(options.max_message_bytes, 1, INT_MAX));
@@ -32,8 +36,8 @@ grpc::ChannelArguments ChannelArgs(const ExpertClientOptions& options) {
   // Retries are RetryingCall's, which follows the server's advice; gRPC's own would keep a second
   // copy of each request.
   args.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
-  args.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 30000);
-  args.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10000);
+  args.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, Millis(options.keepalive_time));
+  args.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, Millis(options.keepalive_timeout));
   return args;
 }
 

@@ -37,6 +37,11 @@ struct ExpertClientOptions {
   // Also the answer's limit. Servers have one of their own, which their errors name.
   int64_t max_message_bytes = int64_t{256} << 20;
   RetryPolicy retry;
+  // While calls run, a server that is silent for that long is asked for a sign of life, and taken
+  // for dead (UNAVAILABLE) when none comes within the timeout. Servers refuse clients that ask more
+  // than once in 10 seconds.
+  absl::Duration keepalive_time = absl::Seconds(30);
+  absl::Duration keepalive_timeout = absl::Seconds(10);
 };
 
 struct CallOptions {

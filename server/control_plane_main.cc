@@ -54,7 +54,8 @@ ABSL_FLAG(int64_t, max_step_tokens, 8192,
 ABSL_FLAG(int64_t, max_rank_pairs, 65536,
           "(token, expert) pairs on any one rank in a step; splits steps of skewed routing.");
 ABSL_FLAG(ByteSize, max_inflight_bytes, ByteSize{int64_t{1} << 30},
-          "Payload of admitted requests; above it calls get RESOURCE_EXHAUSTED.");
+          "Payload of admitted requests, and as much again of answers until their clients have "
+          "read them; above it calls get RESOURCE_EXHAUSTED.");
 ABSL_FLAG(int64_t, max_inflight_tokens, 1 << 20, "Tokens of admitted requests; likewise.");
 ABSL_FLAG(
     ByteSize, max_stream_inflight_bytes, ByteSize{int64_t{64} << 20},
@@ -69,6 +70,10 @@ ABSL_FLAG(absl::Duration, max_deadline, absl::Seconds(60),
           "Deadline of a call that brings none, and the most that one may bring.");
 ABSL_FLAG(absl::Duration, step_timeout, absl::Seconds(30),
           "A step that takes longer ends its epoch.");
+ABSL_FLAG(absl::Duration, keepalive_time, absl::Minutes(1),
+          "A connection that is silent for that long is asked for a sign of life.");
+ABSL_FLAG(absl::Duration, keepalive_timeout, absl::Seconds(20),
+          "A connection that gives none for that long is closed.");
 ABSL_FLAG(absl::Duration, drain_timeout, absl::Seconds(30),
           "After SIGTERM: time for admitted calls to end.");
 ABSL_FLAG(int, threads, 0, "Threads of all ranks together; 0: one for each core.");
@@ -111,7 +116,9 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
         CheckPositive("max_transport_bytes", absl::GetFlag(FLAGS_max_transport_bytes).bytes),
         CheckPositive("max_deadline", absl::GetFlag(FLAGS_max_deadline)),
         CheckPositive("heartbeat_timeout", absl::GetFlag(FLAGS_heartbeat_timeout)),
-        CheckPositive("step_timeout", absl::GetFlag(FLAGS_step_timeout))}) {
+        CheckPositive("step_timeout", absl::GetFlag(FLAGS_step_timeout)),
+        CheckPositive("keepalive_time", absl::GetFlag(FLAGS_keepalive_time)),
+        CheckPositive("keepalive_timeout", absl::GetFlag(FLAGS_keepalive_timeout))}) {
     if (!status.ok()) return status;
   }
   options.ranks.ep_size = absl::GetFlag(FLAGS_ep_size);
@@ -146,6 +153,8 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
   options.server.listen = absl::GetFlag(FLAGS_listen);
   options.server.max_message_bytes = absl::GetFlag(FLAGS_max_message_bytes).bytes;
   options.server.max_transport_bytes = absl::GetFlag(FLAGS_max_transport_bytes).bytes;
+  options.server.keepalive_time = absl::GetFlag(FLAGS_keepalive_time);
+  options.server.keepalive_timeout = absl::GetFlag(FLAGS_keepalive_timeout);
   options.streams.max_stream_bytes = absl::GetFlag(FLAGS_max_stream_inflight_bytes).bytes;
   options.streams.max_all_bytes = absl::GetFlag(FLAGS_max_all_streams_inflight_bytes).bytes;
   options.architecture = absl::GetFlag(FLAGS_architecture);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -10,6 +11,7 @@
 
 #include "absl/flags/declare.h"
 #include "absl/flags/flag.h"
+#include "absl/strings/cord.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -121,7 +123,33 @@ std::string Shape(const v1::GetModelResponse& model, const BenchLoadOptions& loa
                          std::string(DTypeName(load.dtype)), absl::GetFlag(FLAGS_skew), loop);
 }
 
-void PrintText(const BenchResult& result, const Verification& verification) {
+std::string CountsByCode(const std::map<std::string, int64_t>& counts) {
+  std::string text = counts.empty() ? "none" : "";
+  for (const auto& [code, count] : counts) {
+    absl::StrAppend(&text, text.empty() ? "" : ", ", code, " ", count);
+  }
+  return text;
+}
+
+void PrintVerification(const Verification& verification) {
+  const int num_samples =
+      verification.num_same + verification.num_different + verification.num_not_comparable;
+  if (num_samples == 0) {
+    puts("  verified      nothing: no answer was kept");
+    return;
+  }
+  printf(
+      "  verified      %d of %d answers have the bytes of the same request alone%s\n",
+      verification.num_same, num_samples,
+      verification.num_not_comparable > 0 ? " (the others were served by another placement)" : "");
+  if (verification.num_right + verification.num_wrong > 0) {
+    printf("                %d of %d agree with the checkpoint, max error %.2e\n",
+           verification.num_right, verification.num_right + verification.num_wrong,
+           verification.max_error);
+  }
+}
+
+void PrintText(const BenchResult& result, const absl::StatusOr<Verification>& verification) {
   const BenchSummary& summary = result.summary;
   const double seconds = summary.seconds > 0 ? summary.seconds : 1;
   printf("  measured      %.1f s, %lld calls answered\n", summary.seconds,
@@ -133,17 +161,20 @@ void PrintText(const BenchResult& result, const Verification& verification) {
          static_cast<long long>(summary.p50_micros), static_cast<long long>(summary.p95_micros),
          static_cast<long long>(summary.p99_micros), static_cast<long long>(summary.max_micros),
          summary.mean_server_micros);
-  std::string errors = summary.errors_by_code.empty() ? "none" : "";
-  for (const auto& [code, count] : summary.errors_by_code) {
-    absl::StrAppend(&errors, errors.empty() ? "" : ", ", code, " ", count);
+  printf("  errors        %s\n", CountsByCode(summary.errors_by_code).c_str());
+  if (!summary.first_error.ok()) {
+    printf("                the first: %s\n", std::string(summary.first_error.message()).c_str());
   }
-  printf("  errors        %s\n", errors.c_str());
-  if (result.num_unfinished > summary.num_ok / 100) {
+  // A few at the end are a closed loop's nature.
+  if (result.num_unfinished > summary.num_ok / 100 ||
+      result.oldest_unfinished_micros > summary.max_micros ||
+      !result.unfinished_errors_by_code.empty()) {
     printf(
-        "  unfinished    %lld calls were in flight at the end and are in no figure above: measure "
-        "longer, or with "
-        "fewer in flight\n",
-        static_cast<long long>(result.num_unfinished));
+        "  unfinished    %lld calls were in flight at the end and are in no figure above, the "
+        "oldest waiting for %.1f s; errors among them: %s\n",
+        static_cast<long long>(result.num_unfinished),
+        static_cast<double>(result.oldest_unfinished_micros) * 1e-6,
+        CountsByCode(result.unfinished_errors_by_code).c_str());
   }
   if (result.num_not_sent > 0) {
     printf(
@@ -151,26 +182,25 @@ void PrintText(const BenchResult& result, const Verification& verification) {
         "asked for\n",
         static_cast<long long>(result.num_not_sent));
   }
-  const int num_samples =
-      verification.num_same + verification.num_different + verification.num_not_comparable;
-  if (num_samples == 0) {
-    puts("  verified      nothing: no answer was kept");
+  if (verification.ok()) {
+    PrintVerification(*verification);
   } else {
-    printf("  verified      %d of %d answers have the bytes of the same request alone%s\n",
-           verification.num_same, num_samples,
-           verification.num_not_comparable > 0 ? " (the others were served by another placement)"
-                                               : "");
+    printf("  verified      nothing: the server answers no more\n");
   }
-  if (verification.num_right + verification.num_wrong > 0) {
-    printf("                %d of %d agree with the checkpoint, max error %.2e\n",
-           verification.num_right, verification.num_right + verification.num_wrong,
-           verification.max_error);
-  }
+}
+
+nlohmann::ordered_json VerificationJson(const absl::StatusOr<Verification>& verification) {
+  if (!verification.ok()) return nullptr;
+  return {{"same_bytes", verification->num_same},
+          {"different_bytes", verification->num_different},
+          {"not_comparable", verification->num_not_comparable},
+          {"agree_with_checkpoint", verification->num_right},
+          {"disagree_with_checkpoint", verification->num_wrong}};
 }
 
 void PrintBenchJson(const v1::GetModelResponse& model, const BenchLoadOptions& load,
                     const BenchRunOptions& run, const BenchResult& result,
-                    const Verification& verification) {
+                    const absl::StatusOr<Verification>& verification) {
   const BenchSummary& summary = result.summary;
   const double seconds = summary.seconds > 0 ? summary.seconds : 1;
   const nlohmann::ordered_json json = {
@@ -192,14 +222,11 @@ void PrintBenchJson(const v1::GetModelResponse& model, const BenchLoadOptions& l
         {"max", summary.max_micros}}},
       {"mean_server_micros", summary.mean_server_micros},
       {"errors", summary.errors_by_code},
-      {"calls_unfinished", result.num_unfinished},
       {"calls_not_sent", result.num_not_sent},
-      {"verified",
-       {{"same_bytes", verification.num_same},
-        {"different_bytes", verification.num_different},
-        {"not_comparable", verification.num_not_comparable},
-        {"agree_with_checkpoint", verification.num_right},
-        {"disagree_with_checkpoint", verification.num_wrong}}}};
+      {"calls_unfinished", result.num_unfinished},
+      {"oldest_unfinished_micros", result.oldest_unfinished_micros},
+      {"errors_of_unfinished", result.unfinished_errors_by_code},
+      {"verified", VerificationJson(verification)}};
   printf("%s\n", json.dump(2).c_str());
 }
 
@@ -248,6 +275,19 @@ absl::Status ReadFlags(const v1::GetModelResponse& model, BenchLoadOptions& load
   return absl::OkStatus();
 }
 
+// The first error, with its details, in the name of all.
+absl::Status NothingAnswered(const BenchResult& result) {
+  const absl::Status& first = result.summary.first_error;
+  if (first.ok()) {
+    return absl::DeadlineExceededError("no call was answered while it was measured");
+  }
+  absl::Status status(first.code(), absl::StrCat("no call was answered: ", first.message()));
+  first.ForEachPayload([&status](absl::string_view url, const absl::Cord& payload) {
+    status.SetPayload(url, payload);
+  });
+  return status;
+}
+
 absl::Status Run() {
   absl::StatusOr<std::unique_ptr<ExpertClient>> client = ClientFromFlags();
   if (!client.ok()) return client.status();
@@ -268,15 +308,14 @@ absl::Status Run() {
   if (isatty(STDERR_FILENO) != 0) fputs("\r\033[K", stderr);
   const absl::StatusOr<Verification> verification = Verify(**client, *load, result.samples);
   if (JsonWanted()) {
-    PrintBenchJson(*model, load_options, run_options, result,
-                   verification.ok() ? *verification : Verification());
+    PrintBenchJson(*model, load_options, run_options, result, verification);
   } else {
-    PrintText(result, verification.ok() ? *verification : Verification());
+    PrintText(result, verification);
   }
+  if (result.summary.num_ok == 0) return NothingAnswered(result);
   if (!verification.ok()) return verification.status();
   if (!verification->ok())
     return absl::DataLossError("answers under load differ from what they should be");
-  if (result.summary.num_ok == 0) return absl::UnavailableError("no call was answered");
   return absl::OkStatus();
 }
 

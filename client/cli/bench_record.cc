@@ -25,6 +25,7 @@ void BenchRecord::Add(absl::Duration latency, const absl::StatusOr<ForwardOutput
   absl::MutexLock lock(&mutex_);
   if (!answer.ok()) {
     ++errors_by_code_[absl::StatusCodeToString(answer.status().code())];
+    if (first_error_.ok()) first_error_ = answer.status();
     return;
   }
   latencies_micros_.push_back(absl::ToInt64Microseconds(latency));
@@ -38,6 +39,7 @@ void BenchRecord::Restart() {
   latencies_micros_.clear();
   num_tokens_ = server_micros_ = 0;
   errors_by_code_.clear();
+  first_error_ = absl::OkStatus();
 }
 
 BenchSummary BenchRecord::Summarize() const {
@@ -48,6 +50,7 @@ BenchSummary BenchRecord::Summarize() const {
     summary.seconds = absl::ToDoubleSeconds(absl::Now() - start_);
     summary.num_tokens = num_tokens_;
     summary.errors_by_code = errors_by_code_;
+    summary.first_error = first_error_;
     summary.mean_server_micros = static_cast<double>(server_micros_);
     sorted = latencies_micros_;
   }

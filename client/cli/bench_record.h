@@ -20,6 +20,7 @@ struct BenchSummary {
   int64_t num_ok = 0;
   int64_t num_tokens = 0;  // of the calls that were answered
   std::map<std::string, int64_t> errors_by_code;
+  absl::Status first_error;  // with the server's details
   // Latencies of answered calls, microseconds; 0 when there are none.
   int64_t p50_micros = 0;
   int64_t p95_micros = 0;
@@ -51,6 +52,7 @@ class BenchRecord {
   int64_t num_tokens_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t server_micros_ ABSL_GUARDED_BY(mutex_) = 0;
   std::map<std::string, int64_t> errors_by_code_ ABSL_GUARDED_BY(mutex_);
+  absl::Status first_error_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace expertmesh

@@ -1,7 +1,9 @@
 #include "client/cli/bench_run.h"
 
 #include <algorithm>
+#include <optional>
 #include <random>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -21,26 +23,28 @@ class Runner {
          const BenchRunOptions& options)
       : client_(client), load_(load), options_(options) {}
 
-  // `due`: when the call should have started. A closed loop goes on by itself until Stop.
-  void Send(absl::Time due, bool closed_loop) {
+  // `due`: when the call should have started. A closed loop goes on by itself until Stop; `after`
+  // is the call that this one follows.
+  void Send(absl::Time due, bool closed_loop, std::optional<absl::Time> after = std::nullopt) {
     size_t request = 0;
     {
       absl::MutexLock lock(&mutex_);
+      if (after.has_value()) in_flight_.erase(in_flight_.find(*after));
       if (stopping_) return;
-      if (!closed_loop && in_flight_ >= options_.max_in_flight) {
+      if (!closed_loop && static_cast<int>(in_flight_.size()) >= options_.max_in_flight) {
         if (measuring_) ++num_not_sent_;
         return;
       }
-      ++in_flight_;
+      in_flight_.insert(due);
       request = next_request_++ % load_.size();
     }
     client_.ForwardAsync(load_[request]->input, options_.call,
                          [this, due, request, closed_loop](absl::StatusOr<ForwardOutput> answer) {
                            record_.Add(absl::Now() - due, answer);
                            KeepSample(request, std::move(answer));
-                           if (closed_loop) Send(absl::Now(), true);
+                           if (closed_loop) return Send(absl::Now(), true, due);
                            absl::MutexLock lock(&mutex_);
-                           --in_flight_;
+                           in_flight_.erase(in_flight_.find(due));
                          });
   }
 
@@ -60,12 +64,17 @@ class Runner {
   void WaitForCallsInFlight() {
     absl::MutexLock lock(&mutex_);
     mutex_.Await(absl::Condition(
-        +[](int64_t* in_flight) { return *in_flight == 0; }, &in_flight_));
+        +[](std::multiset<absl::Time>* in_flight) { return in_flight->empty(); }, &in_flight_));
   }
 
   int64_t in_flight() const {
     absl::MutexLock lock(&mutex_);
-    return in_flight_;
+    return static_cast<int64_t>(in_flight_.size());
+  }
+  // How long the oldest call in flight has waited.
+  absl::Duration longest_wait() const {
+    absl::MutexLock lock(&mutex_);
+    return in_flight_.empty() ? absl::ZeroDuration() : absl::Now() - *in_flight_.begin();
   }
   int64_t num_not_sent() const {
     absl::MutexLock lock(&mutex_);
@@ -98,7 +107,7 @@ class Runner {
   mutable absl::Mutex mutex_;
   bool measuring_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  int64_t in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::multiset<absl::Time> in_flight_ ABSL_GUARDED_BY(mutex_);  // when they were due
   int64_t num_not_sent_ ABSL_GUARDED_BY(mutex_) = 0;
   size_t next_request_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<BenchSample> samples_ ABSL_GUARDED_BY(mutex_);
@@ -147,10 +156,17 @@ BenchResult RunBench(ExpertClient& client, const std::vector<std::unique_ptr<For
   // second to stand in.
   runner.StopSending();
   result.summary = runner.Summarize();
-  result.num_unfinished = runner.in_flight();
   result.num_not_sent = runner.num_not_sent();
+  result.num_unfinished = runner.in_flight();
+  result.oldest_unfinished_micros = absl::ToInt64Microseconds(runner.longest_wait());
   if (open_loop.joinable()) open_loop.join();
   runner.WaitForCallsInFlight();
+  result.unfinished_errors_by_code = runner.Summarize().errors_by_code;
+  for (const auto& [code, count] : result.summary.errors_by_code) {
+    int64_t& later = result.unfinished_errors_by_code[code];
+    later -= count;
+    if (later == 0) result.unfinished_errors_by_code.erase(code);
+  }
   result.samples = runner.TakeSamples();
   return result;
 }

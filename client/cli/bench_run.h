@@ -2,7 +2,9 @@
 #define EXPERTMESH_CLIENT_CLI_BENCH_RUN_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -17,7 +19,7 @@ namespace expertmesh {
 struct BenchRunOptions {
   int concurrency = 8;  // closed loop: calls in flight; each answer starts the next call
   // Open loop when > 0: calls per second at random (Poisson) moments, whatever the server does.
-  // Calls that would exceed `max_in_flight` are counted as errors (NOT_SENT), not held back.
+  // Calls that would exceed `max_in_flight` are counted (num_not_sent), not held back.
   double rate = 0;
   int max_in_flight = 4096;
   absl::Duration warmup = absl::Seconds(2);
@@ -36,7 +38,11 @@ struct BenchSample {
 struct BenchResult {
   BenchSummary summary;
   int64_t num_not_sent = 0;
-  int64_t num_unfinished = 0;  // in flight when the measurement ended; in no figure of `summary`
+  // Calls in flight when the time was over, which the summary leaves out, and how long the oldest
+  // of them had waited by then: what a server that stopped answering shows in.
+  int64_t num_unfinished = 0;
+  int64_t oldest_unfinished_micros = 0;
+  std::map<std::string, int64_t> unfinished_errors_by_code;  // those that then failed
   std::vector<BenchSample> samples;
 };
 

@@ -29,14 +29,17 @@ namespace {
 constexpr int kReadChunkBytes = 1 << 20;
 constexpr int kMinReadChunkBytes = 64 << 10;
 constexpr int kMaxStreamsPerConnection = 1024;
-constexpr int kKeepaliveMillis = 60'000;
-constexpr int kKeepaliveTimeoutMillis = 20'000;
-constexpr int kMinClientPingMillis = 10'000;
+constexpr absl::Duration kMinClientPing = absl::Seconds(10);
 
 void LogOfGrpc(gpr_log_func_args* args) {
   const LogLevel level =
       args->severity == GPR_LOG_SEVERITY_ERROR ? LogLevel::kWarning : LogLevel::kDebug;
   Log(level, "grpc", {{"file", args->file}, {"line", args->line}, {"text", args->message}});
+}
+
+int Millis(absl::Duration duration) {
+  return static_cast<int>(
+      std::clamp<int64_t>(absl::ToInt64Milliseconds(duration), 1, std::numeric_limits<int>::max()));
 }
 
 // Why "host:port" cannot be bound, in the system's words; empty when it can, or nobody knows.
@@ -128,12 +131,11 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const GrpcServerOp
   builder.AddChannelArgument(GRPC_ARG_TCP_READ_CHUNK_SIZE, kReadChunkBytes);
   builder.AddChannelArgument(GRPC_ARG_TCP_MIN_READ_CHUNK_SIZE, kMinReadChunkBytes);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kMaxStreamsPerConnection);
-  // A vanished client is noticed, and a client may check on us as often.
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMillis);
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeoutMillis);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, Millis(options.keepalive_time));
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, Millis(options.keepalive_timeout));
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
-                             kMinClientPingMillis);
+                             Millis(kMinClientPing));
   impl->server = builder.BuildAndStart();
   if (impl->server == nullptr) {
     const std::string problem = BindProblem(options.listen);

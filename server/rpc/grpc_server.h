@@ -29,6 +29,11 @@ struct GrpcServerOptions {
   // What gRPC may hold in buffers for all calls together; above it, it stops reading from sockets
   // and then sheds calls.
   int64_t max_transport_bytes = int64_t{1} << 30;
+  // A connection that is silent for that long is asked for a sign of life, and closed when none
+  // comes within the timeout: clients vanish without a word. A client may ask the same of the
+  // server every 10 seconds; one that asks more often loses its connection.
+  absl::Duration keepalive_time = absl::Minutes(1);
+  absl::Duration keepalive_timeout = absl::Seconds(20);
   // PEM texts. Certificate and key: TLS. With a CA too, clients must show a certificate of it.
   std::string tls_certificate;
   std::string tls_key;
