@@ -1,0 +1,130 @@
+// `expertmesh bench` as a process, against servers that are overloaded, stopped or gone: its
+// figures say so, it ends, and its exit code tells scripts.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "tests/integration/server_under_test.h"
+
+namespace expertmesh {
+namespace {
+
+using nlohmann::json;
+using ::testing::HasSubstr;
+
+constexpr char kFixture[] = "tests/golden/qwen3_moe_bfloat16";
+constexpr absl::Duration kPatience = absl::Minutes(1);
+
+std::unique_ptr<ServerProcess> StartBench(const ServerUnderTest& server,
+                                          std::vector<std::string> args) {
+  args.insert(args.begin(), {"bench", absl::StrCat("--target=", server.address()), "--requests=8"});
+  auto bench = ServerProcess::Start({.path = SiblingBinary("expertmesh"), .args = args});
+  EXPECT_TRUE(bench.ok()) << bench.status();
+  return *std::move(bench);
+}
+
+// Its exit code; -1000 when it does not end.
+int ExitCode(ServerProcess* process) { return process->Wait(kPatience).value_or(-1000); }
+
+bool AwaitAnswers(ServerUnderTest* server, double num_calls) {
+  const absl::Time deadline = absl::Now() + kPatience;
+  while (absl::Now() < deadline) {
+    if (server->Metric("expertmesh_calls_total{code=\"OK\",method=\"Forward\"}") >= num_calls) {
+      return true;
+    }
+  }
+  return false;
+}
+
+TEST(BenchProcessTest, AnOverloadedServersRefusalsAreCounted) {
+  const auto server = ServerUnderTest::Start(
+      {.checkpoint = kFixture, .args = {"--max_inflight_tokens=1024", "--threads=1"}});
+  ASSERT_NE(server, nullptr);
+  const auto bench = StartBench(*server, {"--json", "--warmup=0s", "--duration=1s", "--tokens=1000",
+                                          "--concurrency=64", "--max_attempts=1"});
+  EXPECT_EQ(ExitCode(bench.get()), 0);
+  const json result = json::parse(bench->Stdout());
+  EXPECT_GT(result["calls_ok"], 0);
+  EXPECT_GT(result["errors"]["RESOURCE_EXHAUSTED"], 0);
+  EXPECT_EQ(result["errors"].size(), 1u) << result;
+  EXPECT_EQ(result["verified"]["different_bytes"], 0);
+  // Answers counted by both sides: what is not in the bench's figures is its verification and what
+  // was in flight at the end.
+  const double served = server->Metric("expertmesh_calls_total{code=\"OK\",method=\"Forward\"}");
+  EXPECT_GE(served, result["calls_ok"]);
+  EXPECT_LE(served, result["calls_ok"].get<double>() + 64 + 8);
+}
+
+TEST(BenchProcessTest, AllRefusedIsAnErrorThatSaysWhy) {
+  const auto server =
+      ServerUnderTest::Start({.checkpoint = kFixture, .args = {"--max_inflight_tokens=10"}});
+  ASSERT_NE(server, nullptr);
+  const auto bench = StartBench(*server, {"--warmup=0s", "--duration=300ms", "--tokens=11"});
+  EXPECT_EQ(ExitCode(bench.get()), 1);
+  EXPECT_THAT(bench->Stdout(), HasSubstr("0 calls answered"));
+  EXPECT_THAT(bench->Stderr(), HasSubstr("no call was answered: "));
+  EXPECT_THAT(bench->Stderr(), HasSubstr("is 11; expected 0 to 10"));
+  EXPECT_THAT(bench->Stderr(), HasSubstr("limit: 0 to 10"));
+}
+
+TEST(BenchProcessTest, AServerThatIsKilledInTheMiddle) {
+  const auto server = ServerUnderTest::Start({.checkpoint = kFixture});
+  ASSERT_NE(server, nullptr);
+  const auto bench = StartBench(
+      *server, {"--json", "--warmup=0s", "--duration=2s", "--timeout=1s", "--max_attempts=1"});
+  ASSERT_TRUE(AwaitAnswers(server.get(), 20));
+  ASSERT_TRUE(server->process().Kill().ok());
+  EXPECT_EQ(ExitCode(bench.get()), 1);
+  const json result = json::parse(bench->Stdout());
+  EXPECT_GT(result["calls_ok"], 0);
+  EXPECT_GT(result["errors"]["UNAVAILABLE"], 0) << result;
+  EXPECT_EQ(result["verified"], nullptr);
+  EXPECT_THAT(bench->Stderr(), HasSubstr("is the server up"));
+}
+
+TEST(BenchProcessTest, AServerThatStopsAnsweringShows) {
+  const auto server = ServerUnderTest::Start({.checkpoint = kFixture});
+  ASSERT_NE(server, nullptr);
+  for (const char* loop : {"--rate=0", "--rate=100"}) {
+    SCOPED_TRACE(loop);
+    const double before =
+        std::max(0.0, server->Metric("expertmesh_calls_total{code=\"OK\",method=\"Forward\"}"));
+    const auto bench = StartBench(*server, {"--json", "--warmup=0s", "--duration=1s",
+                                            "--timeout=1500ms", "--max_attempts=1", loop});
+    ASSERT_TRUE(AwaitAnswers(server.get(), before + 20));
+    ASSERT_TRUE(server->process().Signal(SIGSTOP).ok());
+    const int exit_code = ExitCode(bench.get());
+    ASSERT_TRUE(server->process().Signal(SIGCONT).ok());
+    EXPECT_EQ(exit_code, 1);
+    const json result = json::parse(bench->Stdout());
+    EXPECT_GT(result["calls_ok"], 0);
+    EXPECT_GE(result["calls_unfinished"], 8) << result;
+    EXPECT_GT(result["oldest_unfinished_micros"], result["latency_micros"]["p50"]) << result;
+    EXPECT_EQ(result["errors_of_unfinished"]["DEADLINE_EXCEEDED"], result["calls_unfinished"]);
+    EXPECT_EQ(result["verified"], nullptr);
+  }
+}
+
+TEST(BenchProcessTest, NothingThere) {
+  const auto server = ServerUnderTest::Start({.checkpoint = kFixture});
+  ASSERT_NE(server, nullptr);
+  ASSERT_TRUE(server->process().Kill().ok());
+  ASSERT_TRUE(server->process().Wait(kPatience).ok());
+  const auto bench = StartBench(*server, {"--timeout=1s"});
+  EXPECT_EQ(ExitCode(bench.get()), 1);
+  EXPECT_THAT(bench->Stderr(), HasSubstr("UNAVAILABLE"));
+  EXPECT_THAT(bench->Stderr(), HasSubstr("is the server up"));
+  const auto typo = StartBench(*server, {"--no_such_flag"});
+  EXPECT_NE(ExitCode(typo.get()), 0);
+}
+
+}  // namespace
+}  // namespace expertmesh

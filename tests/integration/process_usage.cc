@@ -1,0 +1,46 @@
+#include "tests/integration/process_usage.h"
+
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <ostream>
+#include <string>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+
+namespace expertmesh {
+namespace {
+
+// "VmRSS:	  123 kB"
+void ReadLine(absl::string_view line, absl::string_view name, int64_t unit, int64_t* value) {
+  if (!absl::ConsumePrefix(&line, absl::StrCat(name, ":"))) return;
+  absl::ConsumeSuffix(&line, " kB");
+  if (absl::SimpleAtoi(line, value)) *value *= unit;
+}
+
+}  // namespace
+
+ProcessUsage UsageOf(pid_t pid) {
+  ProcessUsage usage;
+  const std::string folder = absl::StrCat("/proc/", pid);
+  std::ifstream file(folder + "/status");
+  for (std::string line; std::getline(file, line);) {
+    ReadLine(line, "VmRSS", 1024, &usage.resident_bytes);
+    ReadLine(line, "VmHWM", 1024, &usage.max_resident_bytes);
+    ReadLine(line, "Threads", 1, &usage.num_threads);
+  }
+  std::error_code error;
+  const std::filesystem::directory_iterator fds(folder + "/fd", error);
+  if (!error) usage.num_fds = std::distance(begin(fds), end(fds));
+  return usage;
+}
+
+std::ostream& operator<<(std::ostream& out, const ProcessUsage& usage) {
+  return out << usage.resident_bytes / (1 << 20) << " MiB resident (at most "
+             << usage.max_resident_bytes / (1 << 20) << "), " << usage.num_threads << " threads, "
+             << usage.num_fds << " file descriptors";
+}
+
+}  // namespace expertmesh

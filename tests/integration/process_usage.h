@@ -1,0 +1,30 @@
+#ifndef EXPERTMESH_TESTS_INTEGRATION_PROCESS_USAGE_H_
+#define EXPERTMESH_TESTS_INTEGRATION_PROCESS_USAGE_H_
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <iosfwd>
+
+namespace expertmesh {
+
+// What a running process holds, from /proc. All -1 when it is gone.
+struct ProcessUsage {
+  int64_t resident_bytes = -1;
+  int64_t max_resident_bytes = -1;  // since its start
+  int64_t num_threads = -1;
+  int64_t num_fds = -1;
+};
+ProcessUsage UsageOf(pid_t pid);
+std::ostream& operator<<(std::ostream& out, const ProcessUsage& usage);
+
+// Sanitizers' shadow memory and quarantine make resident bytes say nothing.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr bool kResidentBytesMeanSomething = false;
+#else
+inline constexpr bool kResidentBytesMeanSomething = true;
+#endif
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_TESTS_INTEGRATION_PROCESS_USAGE_H_
