@@ -201,6 +201,8 @@ TEST(KeepaliveTest, AClientNoticesAServerThatStopped) {
   ASSERT_TRUE((*client)->Forward(request.Input()).ok());
   ASSERT_TRUE(server->process().Signal(SIGSTOP).ok());
   const absl::Time start = absl::Now();
+  while (!IsStopped(server->process().pid()) && absl::Now() < start + kPatience) {
+  }
   const absl::Status status =
       (*client)->Forward(request.Input(), {.timeout = absl::Minutes(2)}).status();
   EXPECT_TRUE(absl::IsUnavailable(status)) << status;

@@ -6,9 +6,10 @@
 #include <ostream>
 #include <string>
 
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 
 namespace expertmesh {
 namespace {
@@ -35,6 +36,19 @@ ProcessUsage UsageOf(pid_t pid) {
   const std::filesystem::directory_iterator fds(folder + "/fd", error);
   if (!error) usage.num_fds = std::distance(begin(fds), end(fds));
   return usage;
+}
+
+bool IsStopped(pid_t pid) {
+  std::error_code error;
+  for (const auto& task :
+       std::filesystem::directory_iterator(absl::StrCat("/proc/", pid, "/task"), error)) {
+    std::ifstream file(task.path() / "status");
+    std::string line;
+    while (std::getline(file, line) && !absl::StartsWith(line, "State:")) {
+    }
+    if (!absl::StrContains(line, "T (stopped)")) return false;
+  }
+  return !error;
 }
 
 std::ostream& operator<<(std::ostream& out, const ProcessUsage& usage) {

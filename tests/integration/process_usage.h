@@ -16,6 +16,8 @@ struct ProcessUsage {
   int64_t num_fds = -1;
 };
 ProcessUsage UsageOf(pid_t pid);
+// All its threads are: SIGSTOP takes effect some time after kill has returned.
+bool IsStopped(pid_t pid);
 std::ostream& operator<<(std::ostream& out, const ProcessUsage& usage);
 
 // Sanitizers' shadow memory and quarantine make resident bytes say nothing.
