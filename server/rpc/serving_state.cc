@@ -19,7 +19,7 @@ constexpr size_t kMaxWaiters = 4096;
 
 // An answer that arrives after the deadline helps nobody.
 absl::Time BeforeDeadline(absl::Time deadline, absl::Time now) {
-  return deadline - std::min(absl::Milliseconds(50), (deadline - now) / 10);
+  return deadline - std::min(absl::Milliseconds(50), (deadline - now) / 4);
 }
 
 absl::Status DrainingError() {
