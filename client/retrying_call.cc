@@ -56,8 +56,13 @@ struct Operation : std::enable_shared_from_this<Operation> {
     const std::optional<absl::Duration> backoff =
         BackoffBeforeRetry(policy, status, attempt, absl::Now(), deadline, RandomUnit());
     if (!backoff.has_value()) return Answer(status);
+    // gRPC 1.51 keeps an alarm's callback after it has run, and the alarm is this object's: a
+    // reference left in it would keep both, and the request, for ever.
     alarm.Set(absl::ToChronoTime(absl::Now() + *backoff),
-              [self = shared_from_this()](bool) { self->StartAttempt(); });
+              [self = shared_from_this()](bool) mutable {
+                const std::shared_ptr<Operation> operation = std::exchange(self, nullptr);
+                operation->StartAttempt();
+              });
   }
 };
 
