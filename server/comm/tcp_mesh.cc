@@ -56,6 +56,7 @@ static_assert(sizeof(Reply) == 24);
 // rank is slower.
 constexpr size_t kMaxSilentConnections = 128;
 constexpr absl::Duration kPatienceForHello = absl::Seconds(1);
+constexpr absl::Duration kCancelPollInterval = absl::Milliseconds(10);
 // Lines in the log about strangers, so that they cannot fill it.
 constexpr int kMaxRefusalsLogged = 32;
 
@@ -217,9 +218,13 @@ class MeshConnector {
       polled.push_back({outgoing.fd.get(), short(outgoing.said_hello ? POLLIN : POLLOUT), 0});
     }
     for (const Incoming& incoming : incoming_) polled.push_back({incoming.fd.get(), POLLIN, 0});
+    if (params_.cancelled != nullptr && *params_.cancelled) {
+      return absl::CancelledError("the epoch was given up while it was formed");
+    }
+    absl::Duration longest = full ? kPatienceForHello : absl::Minutes(1);
+    if (params_.cancelled != nullptr) longest = std::min(longest, kCancelPollInterval);
     const absl::Duration remaining =
-        std::clamp(params_.deadline - absl::Now(), absl::ZeroDuration(),
-                   full ? kPatienceForHello : absl::Minutes(1));
+        std::clamp(params_.deadline - absl::Now(), absl::ZeroDuration(), longest);
     const int num_ready = poll(polled.data(), polled.size(),
                                static_cast<int>(absl::ToInt64Milliseconds(remaining)) + 1);
     if (num_ready < 0 && errno != EINTR) return SocketError("poll", "");

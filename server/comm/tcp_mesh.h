@@ -1,6 +1,7 @@
 #ifndef EXPERTMESH_SERVER_COMM_TCP_MESH_H_
 #define EXPERTMESH_SERVER_COMM_TCP_MESH_H_
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -23,6 +24,9 @@ struct TcpMeshParams {
   std::string bind_address;
   RendezvousStore* store = nullptr;  // used during the call only
   absl::Time deadline = absl::InfiniteFuture();
+  // Null, or set by any thread to give up: CANCELLED within some milliseconds (besides what the
+  // store takes).
+  const std::atomic<bool>* cancelled = nullptr;
 };
 
 // Two connected, non-blocking sockets between this rank and a peer.

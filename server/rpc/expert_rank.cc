@@ -1,6 +1,7 @@
 #include "server/rpc/expert_rank.h"
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <random>
@@ -92,6 +93,7 @@ struct ExpertRank::Impl {
   // What ends an epoch from outside of the thread that runs it.
   std::mutex epoch_mutex;
   std::shared_ptr<GrpcRendezvousStore> store;  // while forming
+  std::atomic<bool> give_up{false};            // forming
 
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
@@ -311,6 +313,7 @@ absl::Status ExpertRank::Impl::FormEpoch(const v1::EpochBegin& begin,
     {
       const std::lock_guard<std::mutex> lock(epoch_mutex);
       store = own_store;
+      give_up = false;
     }
     TcpCommunicatorParams params;
     params.mesh.ep_rank = engine.ep_rank();
@@ -319,6 +322,7 @@ absl::Status ExpertRank::Impl::FormEpoch(const v1::EpochBegin& begin,
     params.mesh.epoch = begin.epoch();
     params.mesh.bind_address = options.comm_address;
     params.mesh.store = own_store.get();
+    params.mesh.cancelled = &give_up;
     params.mesh.deadline = absl::Now() + absl::Microseconds(begin.timeout_micros());
     params.operation_timeout = absl::Microseconds(begin.operation_timeout_micros());
     absl::StatusOr<std::unique_ptr<Communicator>> connected = NewTcpCommunicator(params);
@@ -333,6 +337,7 @@ absl::Status ExpertRank::Impl::FormEpoch(const v1::EpochBegin& begin,
 
 void ExpertRank::Impl::AbortEpoch(const absl::Status& reason) {
   const std::lock_guard<std::mutex> lock(epoch_mutex);
+  give_up = true;
   if (store != nullptr) store->Cancel();
   options.engine->Abort(reason);
 }

@@ -3,6 +3,7 @@
 #include <dirent.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <string>
 #include <thread>
@@ -212,6 +213,24 @@ TEST(TcpCommunicatorTest, TwoRanksWithOneNumber) {
   const int winner = results[1].ok() ? 1 : 2;
   EXPECT_TRUE(results[winner].ok()) << results[winner].status();
   EXPECT_EQ(results[3 - winner].status().code(), absl::StatusCode::kAlreadyExists);
+}
+
+// The peer has left its address and will never connect.
+TEST(TcpCommunicatorTest, GivenUpWhileAPeerDoesNotConnect) {
+  InMemoryRendezvousStore store;
+  ASSERT_TRUE(
+      store.Set(RendezvousKey(5, 6, "rank/1"), "127.0.0.1 1 00112233445566778899aabbccddeeff")
+          .ok());
+  std::atomic<bool> cancelled{false};
+  TcpCommunicatorParams params = Params(0, 2, &store);
+  params.mesh.deadline = absl::InfiniteFuture();
+  params.mesh.cancelled = &cancelled;
+  absl::Status status;
+  std::thread thread([&] { status = NewTcpCommunicator(params).status(); });
+  ASSERT_TRUE(store.Get(RendezvousKey(5, 6, "rank/0"), absl::Now() + absl::Seconds(60)).ok());
+  cancelled = true;
+  thread.join();
+  EXPECT_EQ(status.code(), absl::StatusCode::kCancelled) << status;
 }
 
 TEST(TcpCommunicatorTest, AnEpochThatIsGivenUp) {
