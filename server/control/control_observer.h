@@ -19,6 +19,8 @@ struct ControlSnapshot {
   int64_t bytes_in_flight = 0;
   int64_t max_tokens_in_flight = 0;
   int64_t max_bytes_in_flight = 0;
+  // Steps' outputs that answers, sent or not, keep in memory.
+  int64_t held_output_bytes = 0;
   // Of these: not yet taken into a step, or not with all their tokens.
   int64_t queued_calls = 0;
   int64_t queued_tokens = 0;

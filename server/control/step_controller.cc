@@ -27,7 +27,7 @@ StepController::StepController(const StepControllerOptions& options, ExpertGroup
       group_(group),
       clock_(clock),
       observer_(observer),
-      runner_(group, routers, clock),
+      runner_(group, routers, clock, options.limits.max_bytes_in_flight / 4),
       registry_(options.limits) {
   worker_ = std::thread([this] { WorkerLoop(); });
   timer_ = std::thread([this] { TimerLoop(); });
@@ -143,6 +143,7 @@ ControlSnapshot StepController::Snapshot() const {
   snapshot.bytes_in_flight = registry_.admission().bytes_in_flight();
   snapshot.max_tokens_in_flight = options_.limits.max_tokens_in_flight;
   snapshot.max_bytes_in_flight = options_.limits.max_bytes_in_flight;
+  snapshot.held_output_bytes = runner_.held_output_bytes();
   snapshot.queued_calls = queue_.num_calls();
   snapshot.queued_tokens = queue_.num_tokens();
   snapshot.step_running = running_;

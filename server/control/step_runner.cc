@@ -5,7 +5,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/control/request_stats.h"
-#include "server/control/stitching.h"
 #include "server/ops/call_error.h"
 
 namespace expertmesh {
@@ -171,7 +170,7 @@ StepOutcome StepRunner::Run(const StepBatch& batch, bool on_caller, absl::Durati
     return fail(result.status(),
                 absl::IsUnavailable(result.status()) || absl::IsDeadlineExceeded(result.status()));
   }
-  absl::Status stitched = StitchOutputs(batch.pieces, shard_offsets, result->shards);
+  absl::Status stitched = StitchOutputs(batch.pieces, shard_offsets, result->shards, held_outputs_);
   if (!stitched.ok()) return fail(std::move(stitched), false);
 
   record.timings = result->timings;

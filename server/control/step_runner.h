@@ -9,6 +9,7 @@
 #include "server/cluster/expert_group.h"
 #include "server/control/control_observer.h"
 #include "server/control/pending_call.h"
+#include "server/control/stitching.h"
 #include "server/ops/clock.h"
 #include "server/routing/router_table.h"
 
@@ -33,8 +34,9 @@ struct StepOutcome {
 class StepRunner {
  public:
   // All outlive the runner; `routers` may be null when no call needs one.
-  StepRunner(ExpertGroup* group, const RouterTable* routers, Clock* clock)
-      : group_(group), routers_(routers), clock_(clock) {}
+  StepRunner(ExpertGroup* group, const RouterTable* routers, Clock* clock,
+             int64_t max_shared_output_bytes)
+      : group_(group), routers_(routers), clock_(clock), held_outputs_(max_shared_output_bytes) {}
 
   // Fills the call's topk_ids and topk_weights, once. Errors are the call's own.
   absl::Status Route(PendingCall& call) const;
@@ -47,12 +49,16 @@ class StepRunner {
   StepOutcome Run(const StepBatch& batch, bool on_caller, absl::Duration step_timeout,
                   StepRecord& record);
 
+  // The shards that outputs are held by, sent or not. From any thread.
+  int64_t held_output_bytes() const { return held_outputs_.bytes(); }
+
  private:
   StepHeader Header(const BatchKey& key);
 
   ExpertGroup* const group_;
   const RouterTable* const routers_;
   Clock* const clock_;
+  HeldOutputs held_outputs_;
   uint64_t last_step_ = 0;
 };
 

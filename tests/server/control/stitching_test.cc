@@ -1,5 +1,6 @@
 #include "server/control/stitching.h"
 
+#include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -36,6 +37,7 @@ class StitchingTest : public testing::Test {
   const ModelSpec model_ = SmallModel();
   HostBufferPool pool_;
   StepArenaPool arenas_{&pool_};
+  HeldOutputs held_{int64_t{1} << 20};
 };
 
 TEST_F(StitchingTest, EveryTokenFindsItsWayThereAndBack) {
@@ -66,7 +68,7 @@ TEST_F(StitchingTest, EveryTokenFindsItsWayThereAndBack) {
 
   std::vector<ShardOutput> outputs;
   for (const int64_t count : {2, 0, 5, 1}) outputs.push_back(MakeShard(count));
-  ASSERT_TRUE(StitchOutputs(pieces, offsets, outputs).ok());
+  ASSERT_TRUE(StitchOutputs(pieces, offsets, outputs, held_).ok());
   const std::vector<OutputSpan>& first = pieces[0].call->result.output;
   ASSERT_EQ(first.size(), 2u);
   EXPECT_EQ(first[0].data, outputs[0].rows);
@@ -89,23 +91,60 @@ TEST_F(StitchingTest, NeighboursInOneArenaAreOneSpan) {
   ShardOutput first = shared, second = shared, other = MakeShard(2);
   first.num_rows = second.num_rows = 1;
   second.rows += kRowBytes;
-  ASSERT_TRUE(StitchOutputs(pieces, {0, 1, 2}, {first, second}).ok());
+  ASSERT_TRUE(StitchOutputs(pieces, {0, 1, 2}, {first, second}, held_).ok());
   ASSERT_EQ(pieces[0].call->result.output.size(), 1u);
   EXPECT_EQ(pieces[0].call->result.output[0].size_bytes, 2 * kRowBytes);
   // The rest of the call comes from another step.
   pieces[0].first_token = 2;
-  ASSERT_TRUE(StitchOutputs(pieces, {0, 2}, {other}).ok());
+  ASSERT_TRUE(StitchOutputs(pieces, {0, 2}, {other}, held_).ok());
   EXPECT_EQ(pieces[0].call->result.output.size(), 2u);
+}
+
+// One output row would keep its whole step's.
+TEST_F(StitchingTest, ASmallPartOfAShardDoesNotKeepIt) {
+  const std::vector<StepPiece> pieces = {MakePiece(1, 0, 1), MakePiece(90, 0, 90)};
+  std::weak_ptr<StepArena> arena;
+  {
+    ShardOutput shard = MakeShard(91);
+    std::memset(const_cast<std::byte*>(shard.rows), 7, 91 * kRowBytes);
+    arena = shard.arena;
+    ASSERT_TRUE(StitchOutputs(pieces, {0, 91}, {shard}, held_).ok());
+    EXPECT_EQ(pieces[1].call->result.output[0].data, shard.rows + kRowBytes);
+  }
+  EXPECT_EQ(held_.bytes(), 91 * kRowBytes);
+  pieces[1].call->result.output.clear();
+  EXPECT_TRUE(arena.expired());
+  EXPECT_EQ(held_.bytes(), 0);
+  const std::vector<OutputSpan>& small = pieces[0].call->result.output;
+  ASSERT_EQ(small.size(), 1u);
+  ASSERT_EQ(small[0].size_bytes, kRowBytes);
+  EXPECT_EQ(small[0].data[kRowBytes - 1], std::byte{7});
+}
+
+TEST_F(StitchingTest, LargerPartsAreCopiedOnlyWhenMuchIsHeld) {
+  constexpr int64_t kRows = (64 << 10) / kRowBytes + 1;
+  for (const bool spent : {false, true}) {
+    HeldOutputs held(spent ? 0 : int64_t{1} << 30);
+    const std::vector<StepPiece> pieces = {MakePiece(kRows, 0, kRows),
+                                           MakePiece(5 * kRows, 0, 5 * kRows)};
+    const ShardOutput shard = MakeShard(6 * kRows);
+    ASSERT_TRUE(StitchOutputs(pieces, {0, 6 * kRows}, {shard}, held).ok());
+    const std::vector<OutputSpan>& output = pieces[0].call->result.output;
+    ASSERT_EQ(output.size(), 1u);
+    EXPECT_EQ(output[0].data == shard.rows, !spent);
+    EXPECT_EQ(output[0].size_bytes, kRows * kRowBytes);
+  }
 }
 
 TEST_F(StitchingTest, ShardsThatDoNotFitAreRefusedWhole) {
   const std::vector<StepPiece> pieces = {MakePiece(4, 0, 4)};
-  EXPECT_EQ(StitchOutputs(pieces, {0, 2, 4}, {MakeShard(2)}).code(), absl::StatusCode::kInternal);
-  EXPECT_EQ(StitchOutputs(pieces, {0, 2, 4}, {MakeShard(2), MakeShard(1)}).code(),
+  EXPECT_EQ(StitchOutputs(pieces, {0, 2, 4}, {MakeShard(2)}, held_).code(),
+            absl::StatusCode::kInternal);
+  EXPECT_EQ(StitchOutputs(pieces, {0, 2, 4}, {MakeShard(2), MakeShard(1)}, held_).code(),
             absl::StatusCode::kInternal);
   ShardOutput without_rows = MakeShard(2);
   without_rows.rows = nullptr;
-  EXPECT_EQ(StitchOutputs(pieces, {0, 2, 4}, {MakeShard(2), without_rows}).code(),
+  EXPECT_EQ(StitchOutputs(pieces, {0, 2, 4}, {MakeShard(2), without_rows}, held_).code(),
             absl::StatusCode::kInternal);
   EXPECT_TRUE(pieces[0].call->result.output.empty());
 }
