@@ -13,6 +13,14 @@ bool WaitsLonger(const PendingCall& a, const PendingCall& b) {
   return std::tie(a.waiting_since, a.id) < std::tie(b.waiting_since, b.id);
 }
 
+// Only the first of a queue may have come after the second: see Assign.
+const PendingCall& LongestWaiting(const std::list<CallPtr>& queue) {
+  const PendingCall& first = *queue.front();
+  if (queue.size() == 1) return first;
+  const PendingCall& second = **std::next(queue.begin());
+  return WaitsLonger(second, first) ? second : first;
+}
+
 }  // namespace
 
 void BatchQueue::Push(const CallPtr& call) {
@@ -60,7 +68,9 @@ StepBatch BatchQueue::Take(int64_t max_tokens) {
   }
   const std::list<CallPtr>* oldest = nullptr;
   for (const auto& [key, queue] : queues_) {
-    if (oldest == nullptr || WaitsLonger(*queue.front(), *oldest->front())) oldest = &queue;
+    if (oldest == nullptr || WaitsLonger(LongestWaiting(queue), LongestWaiting(*oldest))) {
+      oldest = &queue;
+    }
   }
   assert(oldest != nullptr);
   int64_t num_tokens = 0;
@@ -90,7 +100,12 @@ std::vector<CallPtr> BatchQueue::Assign(StepBatch& batch, int64_t num_tokens, ab
     call.waiting_since = now;
     if (call.is_queued) {
       num_tokens_ -= piece.num_tokens;
-      if (call.num_unassigned_tokens() == 0) Dequeue(call);
+      if (call.num_unassigned_tokens() == 0) {
+        Dequeue(call);
+      } else if (assigned.empty()) {
+        std::list<CallPtr>& queue = queues_.find(call.key)->second;
+        queue.splice(queue.end(), queue, call.queue_position);
+      }
     } else if (call.num_unassigned_tokens() > 0) {
       // Taken without a queue, by the thread that submitted it.
       Push(piece.call);

@@ -21,14 +21,16 @@ class BatchQueue {
   void PushRepeats(std::vector<StepBatch> batches);
   bool empty() const { return queues_.empty() && repeats_.empty(); }
 
-  // The first batch to repeat, or else candidates: the first calls of the queue whose head has
+  // The first batch to repeat, or else candidates: the first calls of the queue in which one has
   // waited longest, as many as it takes to fill `max_tokens`, with all the tokens that they have
   // left. Pins the calls; candidates stay in their queue until Assign. Only when not empty.
   StepBatch Take(int64_t max_tokens);
 
   // The step takes the first `num_tokens` of the candidates. Calls whose last token that is leave
-  // their queue; a call with a rest waits since `now`, behind other batches. Returns the calls that
-  // are not in the step after all, which the caller must unpin.
+  // their queue; a call with a rest waits since `now`, behind other batches, and if it is the first
+  // of the step, behind the others of its own queue: a long one must not make all small ones wait.
+  // One that only fills the step up is its queue's first next time. Returns the calls that are not
+  // in the step after all, which the caller must unpin.
   std::vector<CallPtr> Assign(StepBatch& batch, int64_t num_tokens, absl::Time now);
 
   // Forgets a call. True: it was in a batch to be repeated, and must be unpinned for it.

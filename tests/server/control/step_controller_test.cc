@@ -175,9 +175,9 @@ TEST_F(StepControllerTest, LargerCallsAreSplitByTokensAndTheLastPartIsFilled) {
   gate.Open();
   for (const TestCall& call : calls) ExpectExact(call);
   EXPECT_EQ(StepTokens(), (std::vector<int64_t>{1, 4, 4, 4, 1}));
-  EXPECT_EQ(calls[0].answer->Wait()->stats.num_steps, 3);
-  EXPECT_EQ(calls[0].answer->Wait()->stats.step_tokens, 12);
-  EXPECT_EQ(calls[2].answer->Wait()->stats.num_steps, 2);
+  EXPECT_EQ(calls[0].answer->Wait()->stats.num_steps, 4);
+  EXPECT_EQ(calls[0].answer->Wait()->stats.step_tokens, 13);
+  EXPECT_EQ(calls[2].answer->Wait()->stats.num_steps, 1);
   ExpectNothingInFlight();
 }
 
@@ -238,6 +238,34 @@ TEST_F(StepControllerTest, ALongCallLetsOtherBatchesInBetween) {
   std::vector<int32_t> layers;
   for (const SeenStep& step : group.seen()) layers.push_back(step.header.layer);
   EXPECT_EQ(layers, (std::vector<int32_t>{1, 1, 4, 1, 4, 1}));
+}
+
+TEST_F(StepControllerTest, ALongCallLetsSmallOnesOfItsOwnBatchBy) {
+  options.max_step_tokens = 4;
+  Start();
+  const std::vector<TestCall> calls =
+      QueueBehindBlocker({{.num_tokens = 80}, {.num_tokens = 1}, {.num_tokens = 2}});
+  gate.Open();
+  for (const TestCall& call : calls) ExpectExact(call);
+  // The small ones wait for one step of the long call, not for all twenty.
+  EXPECT_EQ(calls[1].answer->Wait()->last_step, 3u);
+  EXPECT_EQ(calls[2].answer->Wait()->last_step, 3u);
+  EXPECT_EQ(StepTokens(), std::vector<int64_t>(
+                              {1, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 3}));
+  ExpectNothingInFlight();
+}
+
+// What only filled a step up has its turn next, or each step of a long queue would send a call
+// back.
+TEST_F(StepControllerTest, ACallThatFilledAStepUpKeepsItsPlace) {
+  options.max_step_tokens = 4;
+  Start();
+  const std::vector<TestCall> calls =
+      QueueBehindBlocker({{.num_tokens = 3}, {.num_tokens = 3}, {.num_tokens = 3}});
+  gate.Open();
+  for (const TestCall& call : calls) ExpectExact(call);
+  EXPECT_EQ(calls[1].answer->Wait()->last_step, 3u);
+  EXPECT_EQ(calls[2].answer->Wait()->last_step, 4u);
 }
 
 TEST_F(StepControllerTest, RowsStayInTheCallsBuffersAndOutputsInTheArenas) {
