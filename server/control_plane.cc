@@ -228,6 +228,7 @@ void ControlPlane::Impl::MakeValidator() {
   limits.activation_dtypes = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
   if (group->ep_size() == 1) limits.strategies.push_back(DispatchMode::kPassthrough);
   limits.strategies.push_back(DispatchMode::kAllToAll);
+  limits.strategies.push_back(DispatchMode::kAllGatherReduceScatter);
   std::vector<const ModelSpec*> specs;
   for (const ServedModel& model : models) specs.push_back(&model.spec);
   validator = std::make_unique<ForwardValidator>(std::move(specs), std::move(limits),

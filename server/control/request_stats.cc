@@ -20,7 +20,7 @@ void AddPairStats(const StepPiece& piece, ForwardStats& stats) {
 
 void AddDetailedStats(const StepPiece& piece, int64_t first_step_token,
                       absl::Span<const int64_t> shard_offsets, const Placement& placement,
-                      ForwardStats& stats) {
+                      DispatchMode strategy, ForwardStats& stats) {
   const PendingCall& call = *piece.call;
   const int64_t hidden_size = call.key.model->hidden_size;
   const int64_t row_bytes = hidden_size * DTypeBytes(call.key.activation_dtype);
@@ -40,11 +40,13 @@ void AddDetailedStats(const StepPiece& piece, int64_t first_step_token,
     experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
     std::fill(experts_of_rank.begin(), experts_of_rank.end(), 0);
     for (const int32_t id : experts) ++experts_of_rank[placement.owner_rank(id)];
+    const bool is_gathered = strategy == DispatchMode::kAllGatherReduceScatter && !experts.empty();
+    if (is_gathered) stats.dispatch_bytes += (placement.ep_size() - 1) * row_bytes;
     for (int32_t rank = 0; rank < placement.ep_size(); ++rank) {
       const int64_t num_experts = experts_of_rank[rank];
       stats.rows_per_rank[rank] += num_experts;
       if (num_experts == 0 || rank == source) continue;
-      stats.dispatch_bytes += row_bytes;
+      if (!is_gathered) stats.dispatch_bytes += row_bytes;
       stats.combine_bytes +=
           (call.key.combine == CombineMode::kPerExpert ? num_experts : 1) * partial_bytes;
     }

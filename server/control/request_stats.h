@@ -18,7 +18,7 @@ void AddPairStats(const StepPiece& piece, ForwardStats& stats);
 // in the pairs times topk.
 void AddDetailedStats(const StepPiece& piece, int64_t first_step_token,
                       absl::Span<const int64_t> shard_offsets, const Placement& placement,
-                      ForwardStats& stats);
+                      DispatchMode strategy, ForwardStats& stats);
 
 }  // namespace expertmesh
 

@@ -188,7 +188,8 @@ StepOutcome StepRunner::Run(const StepBatch& batch, bool on_caller, absl::Durati
     call.result.stats.step_tokens += record.num_tokens;
     AddPairStats(piece, call.result.stats);
     if (call.call->want_stats) {
-      AddDetailedStats(piece, first_step_token, shard_offsets, *placement, call.result.stats);
+      AddDetailedStats(piece, first_step_token, shard_offsets, *placement, record.strategy,
+                       call.result.stats);
     }
     first_step_token += piece.num_tokens;
   }

@@ -2,6 +2,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/dispatch/all_to_all.h"
+#include "server/dispatch/allgather_reducescatter.h"
 #include "server/dispatch/passthrough.h"
 
 namespace expertmesh {
@@ -9,13 +10,15 @@ namespace expertmesh {
 absl::StatusOr<const DispatchStrategy*> FindDispatchStrategy(DispatchMode mode) {
   static const PassthroughStrategy passthrough;
   static const AllToAllStrategy all_to_all;
+  static const AllGatherReduceScatterStrategy allgather_reducescatter;
   switch (mode) {
     case DispatchMode::kPassthrough:
       return &passthrough;
     case DispatchMode::kAllToAll:
       return &all_to_all;
-    case DispatchMode::kAuto:
     case DispatchMode::kAllGatherReduceScatter:
+      return &allgather_reducescatter;
+    case DispatchMode::kAuto:
     case DispatchMode::kDirect:
       break;
   }

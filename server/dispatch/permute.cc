@@ -14,8 +14,10 @@ void VisitReceivedRows(const StepSlice& slice, Visit visit) {
   int64_t remote_row = slice.num_source_tokens;
   for (int32_t source = 0; source < slice.ep_size; ++source) {
     for (int64_t i = 0; i < slice.recv_counts[source]; ++i, ++row) {
-      const int64_t source_row =
-          source == slice.ep_rank ? slice.send_rows[own_sent + i] : remote_row++;
+      const int64_t source_row = source == slice.ep_rank ? slice.send_rows[own_sent + i]
+                                 : slice.gather_rows.empty()
+                                     ? remote_row++
+                                     : slice.num_source_tokens + slice.gather_rows[row];
       visit(row, source_row, slice.pair_offsets[row], slice.pair_offsets[row + 1]);
     }
   }

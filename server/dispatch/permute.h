@@ -19,7 +19,7 @@ namespace expertmesh {
 struct Permutation {
   // [num_expert_rows] in contiguous order. An index below num_source_tokens is a token of the
   // rank's own shard: own rows are read where they are. Above it, num_source_tokens + position
-  // among the rows that other ranks sent.
+  // among the rows that other ranks sent (kAllGatherReduceScatter: among the gathered ones).
   absl::Span<const int32_t> source_rows;
   absl::Span<const float> weights;              // [num_expert_rows] with weights on the input
   absl::Span<const int64_t> destination_rows;   // [num_expert_rows], kBatched

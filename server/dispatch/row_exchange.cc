@@ -14,6 +14,21 @@ constexpr uint32_t kCombineOperation = 1;
 
 }  // namespace
 
+absl::Status CheckCommunicator(DispatchMode mode, const StepSlice& slice,
+                               const DispatchContext& context) {
+  if (context.communicator == nullptr) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(DispatchModeName(mode), " needs a communicator: no epoch has formed"));
+  }
+  if (context.communicator->ep_size() != slice.ep_size ||
+      context.communicator->ep_rank() != slice.ep_rank) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "slice: of rank ", slice.ep_rank, " of ", slice.ep_size, ", the communicator is rank ",
+        context.communicator->ep_rank(), " of ", context.communicator->ep_size()));
+  }
+  return absl::OkStatus();
+}
+
 RowExchange::Blocks::Blocks(absl::Span<const int64_t> counts, int32_t ep_rank) {
   for (size_t rank = 0; rank < counts.size(); ++rank) {
     if (static_cast<int32_t>(rank) == ep_rank) own_first = total;
@@ -44,29 +59,64 @@ absl::Status RowExchange::SendRows(absl::Span<const RowSpan> hidden_states) {
   sources_.reserve(hidden_states.size() + 1);
   sources_.assign(hidden_states.begin(), hidden_states.end());
   if (context_.communicator == nullptr) return absl::OkStatus();
+  return slice_.header.strategy == DispatchMode::kAllGatherReduceScatter ? SendRowsToAll()
+                                                                         : SendRowsToOwners();
+}
 
+absl::Status RowExchange::SendRowsToOwners() {
   const Blocks sent(slice_.send_counts, slice_.ep_rank);
   const Blocks received(slice_.recv_counts, slice_.ep_rank);
   absl::StatusOr<std::byte*> send = AllocateRows(sent.num_remote(), activation_bytes_);
   if (!send.ok()) return send.status();
   absl::StatusOr<std::byte*> receive = AllocateRows(received.num_remote(), activation_bytes_);
   if (!receive.ok()) return receive.status();
-  absl::Status status = GatherSendRows(0, sent.own_first, *send);
-  status.Update(GatherSendRows(sent.own_last, sent.total,
-                               *send + sent.own_first * context_.hidden_size * activation_bytes_));
+  const absl::Span<const int32_t> send_rows = slice_.send_rows;
+  absl::Status status = GatherRows(send_rows.subspan(0, sent.own_first), *send);
+  status.Update(GatherRows(send_rows.subspan(sent.own_last),
+                           *send + sent.own_first * context_.hidden_size * activation_bytes_));
   if (!status.ok()) return status;
   sources_.push_back({*receive, received.num_remote()});
   return AllToAll(kDispatchOperation, *send, slice_.send_counts, *receive, slice_.recv_counts,
                   activation_bytes_);
 }
 
-absl::Status RowExchange::GatherSendRows(int64_t first, int64_t last, std::byte* output) {
-  if (first == last) return absl::OkStatus();
+absl::Status RowExchange::SendRowsToAll() {
+  const Blocks gathered(slice_.gather_counts, slice_.ep_rank);
+  absl::StatusOr<absl::Span<int32_t>> own_rows =
+      context_.host_arena->AllocateSpan<int32_t>(gathered.num_own());
+  if (!own_rows.ok()) return own_rows.status();
+  int64_t num_rows = 0;
+  for (int64_t token = 0; token < slice_.num_source_tokens; ++token) {
+    if (slice_.sum_offsets[token + 1] == slice_.sum_offsets[token]) continue;
+    (*own_rows)[num_rows++] = static_cast<int32_t>(token);
+  }
+  absl::StatusOr<std::byte*> send = AllocateRows(gathered.num_own(), activation_bytes_);
+  if (!send.ok()) return send.status();
+  absl::StatusOr<std::byte*> receive = AllocateRows(gathered.total, activation_bytes_);
+  if (!receive.ok()) return receive.status();
+  absl::StatusOr<absl::Span<int64_t>> receive_bytes =
+      context_.host_arena->AllocateSpan<int64_t>(slice_.ep_size);
+  if (!receive_bytes.ok()) return receive_bytes.status();
+  for (int32_t rank = 0; rank < slice_.ep_size; ++rank) {
+    (*receive_bytes)[rank] = slice_.gather_counts[rank] * context_.hidden_size * activation_bytes_;
+  }
+  if (absl::Status status = GatherRows(*own_rows, *send); !status.ok()) return status;
+  sources_.push_back({*receive, gathered.total});
+  AllGatherVParams params;
+  params.tag = Tag(kDispatchOperation);
+  params.send = *send;
+  params.receive = *receive;
+  params.receive_bytes = *receive_bytes;
+  return context_.communicator->AllGatherV(params, *context_.stream);
+}
+
+absl::Status RowExchange::GatherRows(absl::Span<const int32_t> rows, std::byte* output) {
+  if (rows.empty()) return absl::OkStatus();
   GatherRowsParams params;
   params.sources = sources_;
   params.hidden_size = context_.hidden_size;
   params.dtype = slice_.header.activation_dtype;
-  params.row_indices = absl::MakeConstSpan(slice_.send_rows).subspan(first, last - first);
+  params.row_indices = rows;
   params.output = output;
   return context_.row_ops->GatherRows(params, *context_.stream);
 }
@@ -148,6 +198,11 @@ absl::StatusOr<absl::Span<const int64_t>> RowExchange::RemoteBytes(absl::Span<co
   return *bytes;
 }
 
+CollectiveTag RowExchange::Tag(uint32_t operation) const {
+  const StepHeader& header = slice_.header;
+  return {header.incarnation, header.epoch, header.step, operation};
+}
+
 absl::Status RowExchange::AllToAll(uint32_t operation, const std::byte* send,
                                    absl::Span<const int64_t> send_counts, std::byte* receive,
                                    absl::Span<const int64_t> receive_counts,
@@ -158,10 +213,7 @@ absl::Status RowExchange::AllToAll(uint32_t operation, const std::byte* send,
       RemoteBytes(receive_counts, element_bytes);
   if (!receive_bytes.ok()) return receive_bytes.status();
   AllToAllVParams params;
-  params.tag.incarnation = slice_.header.incarnation;
-  params.tag.epoch = slice_.header.epoch;
-  params.tag.step = slice_.header.step;
-  params.tag.operation = operation;
+  params.tag = Tag(operation);
   params.send = send;
   params.send_bytes = *send_bytes;
   params.receive = receive;

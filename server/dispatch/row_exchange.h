@@ -11,7 +11,13 @@
 
 namespace expertmesh {
 
-// One step of passthrough or all_to_all on one rank. Rows for experts of the rank itself never
+// Whether `context` has the communicator of the slice's rank; errors as DispatchStrategy::Dispatch,
+// and INVALID_ARGUMENT for another rank's.
+absl::Status CheckCommunicator(DispatchMode mode, const StepSlice& slice,
+                               const DispatchContext& context);
+
+// One step of passthrough, all_to_all or allgather_reducescatter on one rank; the last two differ
+// in how rows come and in nothing else. Rows for experts of the rank itself never
 // enter a send buffer: they are gathered from the shard straight into their places, and their
 // partials are written straight to where the sum reads them. So with one rank nothing is left of
 // the exchange, and passthrough is this class without a communicator.
@@ -40,7 +46,10 @@ class RowExchange : public DispatchHandle {
   RowExchange(const StepSlice& slice, const DispatchContext& context);
 
   absl::Status SendRows(absl::Span<const RowSpan> hidden_states);
-  absl::Status GatherSendRows(int64_t first, int64_t last, std::byte* output);
+  absl::Status SendRowsToOwners();
+  absl::Status SendRowsToAll();
+  absl::Status GatherRows(absl::Span<const int32_t> rows, std::byte* output);
+  CollectiveTag Tag(uint32_t operation) const;
   absl::StatusOr<std::byte*> AllocateRows(int64_t num_rows, int64_t element_bytes);
   // Bytes to or from each rank, none for the rank's own rows.
   absl::StatusOr<absl::Span<const int64_t>> RemoteBytes(absl::Span<const int64_t> counts,

@@ -12,14 +12,15 @@ absl::StatusOr<DispatchMode> ChooseStrategy(DispatchMode requested, int32_t ep_s
       if (ep_size == 1) return requested;
       break;
     case DispatchMode::kAllToAll:
-      return requested;
     case DispatchMode::kAllGatherReduceScatter:
+      return requested;
     case DispatchMode::kDirect:
       break;
   }
   return InvalidFieldError("options.dispatch", DispatchModeName(requested),
-                           ep_size == 1 ? "auto, passthrough or all_to_all"
-                                        : "auto or all_to_all where experts are on several ranks");
+                           ep_size == 1 ? "auto, passthrough, all_to_all, allgather_reducescatter"
+                                        : "auto, all_to_all or allgather_reducescatter where "
+                                          "experts are on several ranks");
 }
 
 }  // namespace expertmesh

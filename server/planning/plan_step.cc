@@ -79,7 +79,8 @@ class Planner {
         ep_size_(params.placement->ep_size()),
         num_experts_(params.placement->num_experts()),
         per_expert_(params.header.combine == CombineMode::kPerExpert),
-        distinct_(!params.header.apply_router_weight_on_input) {
+        distinct_(!params.header.apply_router_weight_on_input),
+        gather_(strategy == DispatchMode::kAllGatherReduceScatter) {
     plan_.slices.resize(ep_size_);
     for (StepSlice& slice : plan_.slices) {
       slice.header = params.header;
@@ -103,6 +104,7 @@ class Planner {
     float* weight = nullptr;
     int64_t num_pairs = 0;
     int64_t* pair_offset = nullptr;  // end of the row that is being filled
+    int32_t* gather_row = nullptr;   // of that row
     int32_t* send_row = nullptr;     // in the current source's slice
     int64_t return_row = 0;          // in the current source's returned buffer
   };
@@ -122,12 +124,15 @@ class Planner {
   const int32_t num_experts_;
   const bool per_expert_;
   const bool distinct_;  // an expert that is named twice is computed once
+  const bool gather_;    // every rank gets every row
   std::vector<Piece> pieces_;
   std::vector<ExpertHome> homes_;         // [num_experts]
   std::vector<int64_t> num_rows_;         // [source, owner]
   std::vector<int64_t> num_expert_rows_;  // [source, owner], kPerExpert
   std::vector<int64_t> num_pairs_;        // [owner]
   std::vector<int64_t> num_sums_;         // [source]
+  std::vector<int64_t> num_gathered_;     // [source] tokens with an expert
+  int32_t gather_row_ = 0;                // the next such token's
   StepPlan plan_;
 };
 
@@ -210,6 +215,7 @@ absl::Status Planner::Count() {
   if (per_expert_) num_expert_rows_.assign(num_rank_pairs, 0);
   num_pairs_.assign(ep_size_, 0);
   num_sums_.assign(ep_size_, 0);
+  num_gathered_.assign(ep_size_, 0);
   plan_.tokens_per_expert.assign(num_experts_, 0);
 
   OwnerSet owners(ep_size_);
@@ -223,6 +229,7 @@ absl::Status Planner::Count() {
     const int32_t* ids = piece.topk_ids;
     int64_t num_token_owners = 0;
     int64_t num_token_pairs = 0;
+    int64_t num_gathered = 0;
     for (int64_t token = 0; token < piece.num_tokens; ++token, ids += piece.topk) {
       if (per_expert_) seen.NextToken();
       for (int32_t k = 0; k < piece.topk; ++k) {
@@ -241,11 +248,14 @@ absl::Status Planner::Count() {
         owners.Insert(owner);
         if (per_expert_ && (!distinct_ || seen.Find(expert_id) == nullptr)) ++expert_rows[owner];
       }
+      const int64_t num_owners_before = num_token_owners;
       owners.VisitAscendingAndClear([&](int32_t owner) {
         ++rows[owner];
         ++num_token_owners;
       });
+      num_gathered += num_token_owners != num_owners_before;
     }
+    num_gathered_[piece.source_rank] += num_gathered;
     num_sums_[piece.source_rank] += per_expert_ ? num_token_pairs : num_token_owners;
   }
   return absl::OkStatus();
@@ -274,6 +284,10 @@ void Planner::Allocate() {
     slice.sum_offsets.resize(slice.num_source_tokens + 1);
     slice.sum_rows.resize(num_sums_[rank]);
     if (per_expert_) slice.sum_weights.resize(num_sums_[rank]);
+    if (gather_) {
+      slice.gather_counts = num_gathered_;
+      slice.gather_rows.resize(num_received);
+    }
   }
 }
 
@@ -287,6 +301,7 @@ void Planner::Fill() {
     cursors[rank].k = slice.pair_k.data();
     cursors[rank].weight = slice.pair_weights.data();
     cursors[rank].pair_offset = slice.pair_offsets.data() + 1;
+    cursors[rank].gather_row = slice.gather_rows.data();
   }
   OwnerSet owners(ep_size_);
   SeenExperts seen(per_expert_ ? num_experts_ : 0);
@@ -339,12 +354,16 @@ void Planner::FillPiece(const Piece& piece, absl::Span<OwnerCursor> cursors, Own
         ++num_sums;
       }
     }
+    bool has_owner = false;
     owners.VisitAscendingAndClear([&](int32_t owner) {
       OwnerCursor& cursor = cursors[owner];
+      if (gather_) *cursor.gather_row++ = gather_row_;
+      has_owner = true;
       *cursor.pair_offset++ = cursor.num_pairs;
       *cursor.send_row++ = static_cast<int32_t>(piece.shard_token + token);
       if (!per_expert_) sum_rows[num_sums++] = cursor.return_row++;
     });
+    gather_row_ += has_owner;
     sum_offsets[token] = num_sums;
     ids += piece.topk;
     weights += piece.topk;

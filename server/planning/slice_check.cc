@@ -124,6 +124,44 @@ absl::Status CheckReturnCounts(const StepSlice& slice, int32_t num_local_experts
   return absl::OkStatus();
 }
 
+// The gathered rows of a source lie together, and a row that came from it is one of them.
+absl::Status CheckGather(const StepSlice& slice) {
+  if (slice.header.strategy != DispatchMode::kAllGatherReduceScatter) {
+    absl::Status status = CheckLength("gather_counts", slice.gather_counts.size(), 0);
+    status.Update(CheckLength("gather_rows", slice.gather_rows.size(), 0));
+    return status;
+  }
+  int64_t num_gathered = 0;
+  absl::Status status =
+      CheckCounts("gather_counts", slice.gather_counts, slice.ep_size, &num_gathered);
+  status.Update(CheckLength("gather_rows", slice.gather_rows.size(), slice.num_received_rows()));
+  if (!status.ok()) return status;
+  if (num_gathered > std::numeric_limits<int32_t>::max() - slice.num_source_tokens) {
+    return Bad("gather_counts", "more rows than an int32 index can name");
+  }
+  int64_t num_own = 0;
+  for (int64_t token = 0; token < slice.num_source_tokens; ++token) {
+    num_own += slice.sum_offsets[token + 1] > slice.sum_offsets[token];
+  }
+  if (slice.gather_counts[slice.ep_rank] != num_own) {
+    return Bad("gather_counts", absl::StrCat(slice.gather_counts[slice.ep_rank],
+                                             " rows of this rank, ", num_own, " have an expert"));
+  }
+  int64_t first = 0;
+  int64_t row = 0;
+  for (int32_t source = 0; source < slice.ep_size; ++source) {
+    const int64_t last = first + slice.gather_counts[source];
+    for (const int64_t end = row + slice.recv_counts[source]; row < end; ++row) {
+      if (slice.gather_rows[row] < first || slice.gather_rows[row] >= last) {
+        return Bad("gather_rows", absl::StrCat("entry ", row, " is ", slice.gather_rows[row],
+                                               ", outside [", first, ", ", last, ")"));
+      }
+    }
+    first = last;
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Status CheckSlice(const StepSlice& slice, int32_t ep_rank, int32_t ep_size,
@@ -163,6 +201,8 @@ absl::Status CheckSlice(const StepSlice& slice, int32_t ep_rank, int32_t ep_size
   status.Update(CheckIndices<int64_t>("sum_rows", slice.sum_rows, num_return_received));
   status.Update(CheckLength("sum_weights", slice.sum_weights.size(),
                             slice.header.combine == CombineMode::kPerExpert ? num_sums : 0));
+  if (!status.ok()) return status;
+  status = CheckGather(slice);
   if (!status.ok()) return status;
   return CheckReturnCounts(slice, num_local_experts);
 }

@@ -88,6 +88,11 @@ struct StepSlice {
   std::vector<float> sum_weights;  // kPerExpert: [sum_offsets.back()] (1 when
                                    // the weight went on the input); else empty
 
+  // kAllGatherReduceScatter alone, else empty: every rank gets the rows of all tokens that have an
+  // expert, in the step's order, and picks from them what recv_counts would have brought.
+  std::vector<int64_t> gather_counts;  // [ep_size] rows that each rank sends to all
+  std::vector<int32_t> gather_rows;    // [num_received_rows] index among the gathered rows
+
   int64_t num_received_rows() const { return static_cast<int64_t>(pair_offsets.size()) - 1; }
 };
 

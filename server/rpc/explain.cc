@@ -87,7 +87,9 @@ class Explanation {
     for (int32_t peer = 0; peer < slice.ep_size; ++peer) {
       out->set_send_counts(peer, out->send_counts(peer) + slice.send_counts[peer]);
       if (peer == slice.ep_rank) continue;
-      out->set_dispatch_bytes(out->dispatch_bytes() + slice.send_counts[peer] * row_bytes);
+      const int64_t num_sent = slice.gather_counts.empty() ? slice.send_counts[peer]
+                                                           : slice.gather_counts[slice.ep_rank];
+      out->set_dispatch_bytes(out->dispatch_bytes() + num_sent * row_bytes);
       out->set_combine_bytes(out->combine_bytes() + slice.return_send_counts[peer] * partial_bytes);
     }
     // An expert that occurs twice in a row computes it once.

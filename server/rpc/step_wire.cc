@@ -66,13 +66,15 @@ absl::StatusOr<v1::StepSlice> ToWire(const StepSlice& slice, absl::Duration time
                     Pack(slice.return_send_counts, wire.mutable_return_send_counts()) &&
                     Pack(slice.return_recv_counts, wire.mutable_return_recv_counts()) &&
                     Pack(slice.sum_offsets, wire.mutable_sum_offsets()) &&
-                    Pack(slice.sum_rows, wire.mutable_sum_rows());
+                    Pack(slice.sum_rows, wire.mutable_sum_rows()) &&
+                    Pack(slice.gather_counts, wire.mutable_gather_counts());
   if (!fits) return absl::InvalidArgumentError("slice: a count is no int32");
   PackSame(slice.send_rows, wire.mutable_send_rows());
   PackSame(slice.pair_local_expert, wire.mutable_pair_local_experts());
   PackSame(slice.pair_k, wire.mutable_pair_ks());
   PackSame(slice.pair_weights, wire.mutable_pair_weights());
   PackSame(slice.sum_weights, wire.mutable_sum_weights());
+  PackSame(slice.gather_rows, wire.mutable_gather_rows());
   return wire;
 }
 
@@ -117,6 +119,8 @@ absl::StatusOr<StepSlice> FromWire(const v1::StepSlice& wire) {
   slice.sum_offsets = Unpack<int64_t>(wire.sum_offsets());
   slice.sum_rows = Unpack<int64_t>(wire.sum_rows());
   slice.sum_weights = Unpack<float>(wire.sum_weights());
+  slice.gather_counts = Unpack<int64_t>(wire.gather_counts());
+  slice.gather_rows = Unpack<int32_t>(wire.gather_rows());
   return slice;
 }
 

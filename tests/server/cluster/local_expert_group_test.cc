@@ -13,6 +13,8 @@
 namespace expertmesh {
 namespace {
 
+constexpr DispatchMode kStrategies[] = {DispatchMode::kAllToAll,
+                                        DispatchMode::kAllGatherReduceScatter};
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
 
 int64_t Uniform(std::mt19937_64& random, int64_t first, int64_t last) {
@@ -99,6 +101,13 @@ class WholeStepTest : public ::testing::TestWithParam<std::tuple<int32_t, CpuIsa
         const auto outputs = RunTokens(*group, moe, tokens, choices);
         ASSERT_TRUE(outputs.ok()) << outputs.status();
         ExpectNearReference(moe, tokens, choices, *outputs);
+        for (const DispatchMode strategy : kStrategies) {
+          choices.strategy = strategy;
+          choices.on_caller = Uniform(random, 0, 1) == 0;
+          const auto same = RunTokens(*group, moe, tokens, choices);
+          ASSERT_TRUE(same.ok()) << same.status();
+          EXPECT_EQ(*same, *outputs) << DispatchModeName(strategy);
+        }
       }
     }
   }
@@ -198,12 +207,30 @@ TEST_P(SameBytesTest, InBothFormats) {
   EXPECT_EQ(All(*contiguous), All(*batched));
 }
 
-TEST_P(SameBytesTest, ByBothStrategiesOnOneRank) {
+TEST_P(SameBytesTest, ByEveryStrategyOnOneRank) {
   const auto group = Group(1, {});
   choices_.strategy = DispatchMode::kPassthrough;
   const auto expected = All(*group);
-  choices_.strategy = DispatchMode::kAllToAll;
-  EXPECT_EQ(All(*group), expected);
+  for (const DispatchMode strategy : kStrategies) {
+    choices_.strategy = strategy;
+    EXPECT_EQ(All(*group), expected) << DispatchModeName(strategy);
+  }
+}
+
+TEST_P(SameBytesTest, ByEveryStrategyWhateverTheSplit) {
+  std::mt19937_64 random(321);
+  for (int round = 0; round < 5; ++round) {
+    const auto group = Group(num_ranks_, RandomOwners(random, moe_.shape.num_experts, num_ranks_));
+    choices_.strategy = DispatchMode::kAllToAll;
+    const auto expected = All(*group);
+    for (const DispatchMode strategy : kStrategies) {
+      choices_.strategy = strategy;
+      choices_.shard_sizes = MakeRandomShardSizes(random, kTokens, num_ranks_);
+      choices_.on_caller = Uniform(random, 0, 1) == 0;
+      EXPECT_EQ(All(*group), expected) << DispatchModeName(strategy) << ", round " << round;
+    }
+    choices_.shard_sizes.clear();
+  }
 }
 
 TEST_P(SameBytesTest, PerExpertWhereverTheExpertsAre) {

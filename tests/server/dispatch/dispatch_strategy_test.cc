@@ -1,5 +1,6 @@
 #include "server/dispatch/dispatch_strategy.h"
 
+#include <algorithm>
 #include <cmath>
 #include <random>
 #include <set>
@@ -21,12 +22,12 @@ namespace {
 using ::testing::ElementsAre;
 
 TEST(FindDispatchStrategyTest, KnowsItsModes) {
-  for (const DispatchMode mode : {DispatchMode::kPassthrough, DispatchMode::kAllToAll}) {
+  for (const DispatchMode mode : {DispatchMode::kPassthrough, DispatchMode::kAllToAll,
+                                  DispatchMode::kAllGatherReduceScatter}) {
     EXPECT_EQ((*FindDispatchStrategy(mode))->mode(), mode);
   }
   for (const DispatchMode mode :
-       {DispatchMode::kAuto, DispatchMode::kDirect, DispatchMode::kAllGatherReduceScatter,
-        static_cast<DispatchMode>(77)}) {
+       {DispatchMode::kAuto, DispatchMode::kDirect, static_cast<DispatchMode>(77)}) {
     EXPECT_EQ(FindDispatchStrategy(mode).status().code(), absl::StatusCode::kInvalidArgument);
   }
 }
@@ -145,8 +146,11 @@ TEST(AllToAllTest, SmallStepByHand) {
 }
 
 // A row crosses once per (token, owner) that is not its source, however many of the owner's experts
-// it needs, and what comes back is one partial each, or one row per expert.
-TEST(AllToAllTest, NothingCrossesTwice) {
+// it needs, and what comes back is one partial each, or one row per expert. Gathered, each row with
+// an expert goes once to everyone; what comes back is the same.
+class BytesOnTheWireTest : public ::testing::TestWithParam<DispatchMode> {};
+
+TEST_P(BytesOnTheWireTest, NothingCrossesTwice) {
   for (uint64_t seed = 1; seed <= 20; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937_64 random(seed);
@@ -155,18 +159,22 @@ TEST(AllToAllTest, NothingCrossesTwice) {
     const RoutingSegment segment = routing.Segment(0, 30);
     const Placement placement = MakeRandomPlacement(random, 12, ep_size);
     const std::vector<int64_t> shard_sizes = MakeRandomShardSizes(random, 30, ep_size);
-    const std::vector<float> hidden(30 * 5, 1.0f);
+    std::vector<float> hidden(30 * 5);
+    for (float& value : hidden) value = static_cast<float>(random() % 64);
     for (const CombineMode combine : {CombineMode::kSum, CombineMode::kPerExpert}) {
       StepPlanParams params;
       params.header = MakeHeader(DType::kFloat32, DType::kFloat16, DType::kFloat32);
-      params.header.strategy = DispatchMode::kAllToAll;
+      params.header.strategy = GetParam();
       params.header.combine = combine;
       params.segments = absl::MakeConstSpan(&segment, 1);
       params.placement = &placement;
       params.shard_sizes = shard_sizes;
       const StepPlan plan = *PlanStep(params);
       Ranks ranks(plan, placement, 5, hidden);
-      ranks.Run(DispatchMode::kAllToAll);
+      const std::vector<float> outputs = ranks.Run(GetParam());
+      params.header.strategy = DispatchMode::kAllToAll;
+      const StepPlan exact = *PlanStep(params);
+      EXPECT_EQ(outputs, Ranks(exact, placement, 5, hidden).Run(DispatchMode::kAllToAll));
 
       std::vector<std::vector<int64_t>> expected(ep_size, std::vector<int64_t>(ep_size));
       for (int32_t source = 0; source < ep_size; ++source) {
@@ -177,10 +185,14 @@ TEST(AllToAllTest, NothingCrossesTwice) {
             if (id >= 0) experts[placement.owner_rank(id)].insert(id);
           }
           for (int32_t owner = 0; owner < ep_size; ++owner) {
+            const bool is_gathered = GetParam() == DispatchMode::kAllGatherReduceScatter &&
+                                     std::any_of(experts.begin(), experts.end(),
+                                                 [](const auto& ids) { return !ids.empty(); });
+            if (owner != source && is_gathered) expected[source][owner] += 5 * 4;
             if (owner == source || experts[owner].empty()) continue;
             const auto back =
                 static_cast<int64_t>(combine == CombineMode::kSum ? 1 : experts[owner].size());
-            expected[source][owner] += 5 * 4;
+            if (!is_gathered) expected[source][owner] += 5 * 4;
             expected[owner][source] += back * 5 * 2;
           }
         }
@@ -192,6 +204,11 @@ TEST(AllToAllTest, NothingCrossesTwice) {
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Strategies, BytesOnTheWireTest,
+                         ::testing::Values(DispatchMode::kAllToAll,
+                                           DispatchMode::kAllGatherReduceScatter),
+                         [](const auto& test) { return DispatchModeName(test.param); });
 
 // A partial that underflows to -0 is the same 0 in the sum wherever it was made.
 TEST(CombineTest, SignOfZeroDoesNotDependOnThePlacement) {
@@ -224,9 +241,11 @@ TEST(DispatchErrorsTest, WhatAStrategyNeeds) {
   };
   EXPECT_EQ(dispatch(DispatchMode::kPassthrough), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(dispatch(DispatchMode::kAllToAll), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(dispatch(DispatchMode::kAllGatherReduceScatter), absl::StatusCode::kFailedPrecondition);
   const auto communicators = NewInProcessCommunicators(3);
   context.communicator = communicators[0].get();
   EXPECT_EQ(dispatch(DispatchMode::kAllToAll), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(dispatch(DispatchMode::kAllGatherReduceScatter), absl::StatusCode::kInvalidArgument);
 }
 
 }  // namespace

@@ -11,9 +11,12 @@ TEST(ChooseStrategyTest, Table) {
   EXPECT_EQ(*ChooseStrategy(DispatchMode::kPassthrough, 1), DispatchMode::kPassthrough);
   EXPECT_EQ(*ChooseStrategy(DispatchMode::kAllToAll, 1), DispatchMode::kAllToAll);
   EXPECT_EQ(*ChooseStrategy(DispatchMode::kAllToAll, 7), DispatchMode::kAllToAll);
+  for (const int32_t ep_size : {1, 2, 7}) {
+    EXPECT_EQ(*ChooseStrategy(DispatchMode::kAllGatherReduceScatter, ep_size),
+              DispatchMode::kAllGatherReduceScatter);
+  }
   for (const auto& [mode, ep_size] : {std::pair{DispatchMode::kPassthrough, 2},
                                       {DispatchMode::kDirect, 1},
-                                      {DispatchMode::kAllGatherReduceScatter, 2},
                                       {static_cast<DispatchMode>(99), 1}}) {
     EXPECT_EQ(ChooseStrategy(mode, ep_size).status().code(), absl::StatusCode::kInvalidArgument);
   }

@@ -59,6 +59,8 @@ void ExpectSameSlice(const StepSlice& actual, const StepSlice& expected) {
   EXPECT_EQ(actual.sum_offsets, expected.sum_offsets);
   EXPECT_EQ(actual.sum_rows, expected.sum_rows);
   EXPECT_EQ(actual.sum_weights, expected.sum_weights);
+  EXPECT_EQ(actual.gather_counts, expected.gather_counts);
+  EXPECT_EQ(actual.gather_rows, expected.gather_rows);
 }
 
 // Every (token, k) with an expert is computed exactly once, by its owner, with its weight.
@@ -121,7 +123,9 @@ TEST_P(PlanStepRandomTest, IsTheReferencePlan) {
     if (uniform(0, 1) == 0) shard_sizes = MakeRandomShardSizes(random, num_tokens, ep_size);
 
     StepPlanParams params;
-    params.header = MakeHeader(DispatchMode::kAllToAll, combine, weight_on_input);
+    params.header =
+        MakeHeader(seed % 2 == 0 ? DispatchMode::kAllToAll : DispatchMode::kAllGatherReduceScatter,
+                   combine, weight_on_input);
     params.segments = segments;
     params.placement = &placement;
     params.shard_sizes = shard_sizes;

@@ -75,6 +75,8 @@ StepPlan ReferencePlan(const StepPlanParams& params) {
     slice.header = params.header;
     slice.ep_rank = rank;
     slice.ep_size = ep_size;
+    const bool gathers = params.header.strategy == DispatchMode::kAllGatherReduceScatter;
+    if (gathers) slice.gather_counts.resize(ep_size);
     const int64_t begin = plan.shard_offsets[rank];
     const int64_t end = plan.shard_offsets[rank + 1];
     slice.num_source_tokens = end - begin;
@@ -125,11 +127,15 @@ StepPlan ReferencePlan(const StepPlanParams& params) {
     }
 
     slice.pair_offsets = {0};
+    int32_t gathered = 0;
     for (int32_t source = 0; source < ep_size; ++source) {
       int64_t num_received = 0;
       int64_t num_back = 0;
       for (int64_t t = plan.shard_offsets[source]; t < plan.shard_offsets[source + 1]; ++t) {
         const Token pairs = owned(tokens[t], rank);
+        if (gathers && !pairs.empty()) slice.gather_rows.push_back(gathered);
+        if (gathers && !tokens[t].empty()) ++slice.gather_counts[source];
+        gathered += !tokens[t].empty();
         if (pairs.empty()) continue;
         ++num_received;
         num_back += num_returned(pairs);

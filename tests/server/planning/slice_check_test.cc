@@ -19,12 +19,13 @@ constexpr int32_t kRank = 1;
 constexpr int32_t kRanks = 3;
 constexpr int32_t kExperts = 6;
 
-StepSlice GoodSlice(CombineMode combine) {
+StepSlice GoodSlice(CombineMode combine, DispatchMode strategy = DispatchMode::kAllToAll) {
   std::mt19937_64 random(7);
   const RandomRouting routing = MakeRandomRouting(random, 30, 4, kExperts);
   const RoutingSegment segment = routing.Segment(0, routing.num_tokens());
   const Placement placement = *Placement::Contiguous(kExperts, kRanks);
   StepPlanParams params;
+  params.header.strategy = strategy;
   params.header.combine = combine;
   params.header.activation_dtype = DType::kBFloat16;
   params.header.combine_dtype = DType::kBFloat16;
@@ -89,13 +90,45 @@ TEST(SliceCheckTest, RefusesEachInconsistency) {
   }
 }
 
+TEST(SliceCheckTest, RefusesGatherThatIsInconsistent) {
+  const StepSlice good = GoodSlice(CombineMode::kSum, DispatchMode::kAllGatherReduceScatter);
+  ASSERT_TRUE(Check(good).ok()) << Check(good);
+  const int64_t huge = std::numeric_limits<int64_t>::max();
+  const std::vector<std::pair<std::string, std::function<void(StepSlice&)>>> cases = {
+      {"gather_counts", [](StepSlice& s) { s.gather_counts.pop_back(); }},
+      {"gather_counts", [](StepSlice& s) { s.gather_counts[0] = -1; }},
+      {"gather_counts", [=](StepSlice& s) { s.gather_counts[2] = huge; }},
+      {"gather_counts",
+       [](StepSlice& s) {
+         s.gather_counts[0] = 0x7fffffff - s.gather_counts[1] - s.gather_counts[2];
+       }},
+      {"gather_counts", [](StepSlice& s) { ++s.gather_counts[kRank]; }},
+      {"gather_counts", [](StepSlice& s) { s.header.strategy = DispatchMode::kAllToAll; }},
+      {"gather_rows", [](StepSlice& s) { s.gather_rows.pop_back(); }},
+      {"gather_rows", [](StepSlice& s) { s.gather_rows[0] = -1; }},
+      {"gather_rows", [](StepSlice& s) { s.gather_rows.back() = 1 << 20; }},
+      // Of another source: its block may be shorter than this rank believes.
+      {"gather_rows", [](StepSlice& s) { s.gather_rows[0] = s.gather_rows.back(); }},
+  };
+  for (size_t i = 0; i < cases.size(); ++i) {
+    SCOPED_TRACE("case " + std::to_string(i));
+    StepSlice slice = good;
+    cases[i].second(slice);
+    const absl::Status status = Check(slice);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(cases[i].first));
+  }
+}
+
 // With any array entry replaced by anything, the check itself stays within bounds (the sanitizer
 // builds would tell).
 TEST(SliceCheckTest, SurvivesRandomDamage) {
   for (uint64_t seed = 1; seed <= 500; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937_64 random(seed);
-    StepSlice slice = GoodSlice(seed % 2 == 0 ? CombineMode::kSum : CombineMode::kPerExpert);
+    StepSlice slice =
+        GoodSlice(seed % 2 == 0 ? CombineMode::kSum : CombineMode::kPerExpert,
+                  seed % 4 < 2 ? DispatchMode::kAllToAll : DispatchMode::kAllGatherReduceScatter);
     const std::vector<std::vector<int64_t>*> wide = {&slice.send_counts,
                                                      &slice.recv_counts,
                                                      &slice.pair_offsets,

@@ -54,7 +54,9 @@ struct Example {
     params.header.step = random();
     params.header.model = "a model";
     params.header.layer = 17;
-    params.header.strategy = ep_size > 1 ? DispatchMode::kAllToAll : DispatchMode::kPassthrough;
+    params.header.strategy = seed % 3 == 0 ? DispatchMode::kAllGatherReduceScatter
+                             : ep_size > 1 ? DispatchMode::kAllToAll
+                                           : DispatchMode::kPassthrough;
     params.header.combine = combine;
     params.header.activation_dtype = DType::kBFloat16;
     params.header.combine_dtype = DType::kFloat32;
@@ -115,6 +117,8 @@ void ExpectEqual(const StepSlice& a, const StepSlice& b) {
   EXPECT_EQ(a.sum_offsets, b.sum_offsets);
   EXPECT_EQ(a.sum_rows, b.sum_rows);
   EXPECT_EQ(a.sum_weights, b.sum_weights);
+  EXPECT_EQ(a.gather_counts, b.gather_counts);
+  EXPECT_EQ(a.gather_rows, b.gather_rows);
 }
 
 TEST(StepWireTest, SlicesComeAsTheyWereSent) {
