@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <thread>
 #include <utility>
 
@@ -34,6 +35,7 @@ void EndBySignal(int signal_number) {
 
 struct StopSignals::Impl {
   std::function<void(int)> on_first;
+  std::atomic<bool> ending = false;
   std::thread watcher;
   std::thread first;
 
@@ -43,7 +45,8 @@ struct StopSignals::Impl {
     for (;;) {
       int signal_number = 0;
       if (sigwait(&set, &signal_number) != 0) continue;
-      if (signal_number == SIGUSR2) return;
+      if (ending) return;
+      if (signal_number == SIGUSR2) continue;  // anybody may send one
       if (seen) EndBySignal(signal_number);
       seen = true;
       first = std::thread([this, signal_number] { on_first(signal_number); });
@@ -63,6 +66,7 @@ StopSignals::StopSignals(std::function<void(int)> on_first) : impl_(std::make_un
 }
 
 StopSignals::~StopSignals() {
+  impl_->ending = true;
   pthread_kill(impl_->watcher.native_handle(), SIGUSR2);
   impl_->watcher.join();
   if (impl_->first.joinable()) impl_->first.join();
