@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -51,21 +52,51 @@ void FreeBlock(std::byte* data, int64_t class_bytes) {
 }  // namespace
 
 struct HostBufferPool::State {
+  struct SizeClass {
+    std::vector<std::byte*> free_blocks;
+    uint64_t last_use = 0;
+  };
+  using Blocks = std::vector<std::pair<std::byte*, int64_t>>;  // and their class
+
   const HostBufferPoolOptions options;
   mutable std::mutex mutex;
-  std::map<int64_t, std::vector<std::byte*>> free_blocks;  // by class
+  std::map<int64_t, SizeClass> classes;
+  uint64_t num_uses = 0;
   int64_t allocated_bytes = 0;
   int64_t cached_bytes = 0;
 
   explicit State(const HostBufferPoolOptions& pool_options) : options(pool_options) {}
+
+  SizeClass& Use(int64_t class_bytes) {
+    SizeClass& used = classes[class_bytes];
+    used.last_use = ++num_uses;
+    return used;
+  }
+
+  // Takes cached blocks out until one of `class_bytes`, the class used last, fits the limit.
+  Blocks MakeRoom(int64_t class_bytes) {
+    Blocks evicted;
+    while (class_bytes > options.max_cached_bytes - cached_bytes) {
+      auto oldest = classes.end();
+      for (auto it = classes.begin(); it != classes.end(); ++it) {
+        if (it->second.free_blocks.empty()) continue;
+        if (oldest == classes.end() || it->second.last_use < oldest->second.last_use) oldest = it;
+      }
+      assert(oldest != classes.end());
+      evicted.emplace_back(oldest->second.free_blocks.back(), oldest->first);
+      oldest->second.free_blocks.pop_back();
+      cached_bytes -= oldest->first;
+    }
+    return evicted;
+  }
 };
 
 HostBufferPool::HostBufferPool(const HostBufferPoolOptions& options)
     : state_(std::make_unique<State>(options)) {}
 
 HostBufferPool::~HostBufferPool() {
-  for (const auto& [class_bytes, blocks] : state_->free_blocks) {
-    for (std::byte* block : blocks) FreeBlock(block, class_bytes);
+  for (const auto& [class_bytes, size_class] : state_->classes) {
+    for (std::byte* block : size_class.free_blocks) FreeBlock(block, class_bytes);
   }
 }
 
@@ -78,10 +109,10 @@ absl::StatusOr<Buffer> HostBufferPool::Allocate(int64_t size_bytes) {
   std::byte* data = nullptr;
   if (class_bytes.has_value()) {
     const std::lock_guard<std::mutex> lock(state_->mutex);
-    const auto blocks = state_->free_blocks.find(*class_bytes);
-    if (blocks != state_->free_blocks.end() && !blocks->second.empty()) {
-      data = blocks->second.back();
-      blocks->second.pop_back();
+    std::vector<std::byte*>& free_blocks = state_->Use(*class_bytes).free_blocks;
+    if (!free_blocks.empty()) {
+      data = free_blocks.back();
+      free_blocks.pop_back();
       state_->cached_bytes -= *class_bytes;
       state_->allocated_bytes += *class_bytes;
     }
@@ -114,17 +145,21 @@ void HostBufferPool::Reuse(std::byte* data, int64_t size_bytes) {
 
 void HostBufferPool::Free(std::byte* data, int64_t size_bytes) {
   const int64_t class_bytes = ClassBytes(size_bytes).value();
+  State::Blocks evicted;
   {
     const std::lock_guard<std::mutex> lock(state_->mutex);
     state_->allocated_bytes -= class_bytes;
-    if (class_bytes <= state_->options.max_cached_bytes - state_->cached_bytes) {
+    if (class_bytes <= state_->options.max_cached_bytes) {
+      State::SizeClass& used = state_->Use(class_bytes);
+      evicted = state_->MakeRoom(class_bytes);
       ForbidAccess(data, class_bytes);
-      state_->free_blocks[class_bytes].push_back(data);
+      used.free_blocks.push_back(data);
       state_->cached_bytes += class_bytes;
-      return;
+    } else {
+      evicted.emplace_back(data, class_bytes);
     }
   }
-  FreeBlock(data, class_bytes);
+  for (const auto& [block, block_bytes] : evicted) FreeBlock(block, block_bytes);
 }
 
 int64_t HostBufferPool::allocated_bytes() const {

@@ -10,7 +10,8 @@ namespace expertmesh {
 
 struct HostBufferPoolOptions {
   // Freed buffers kept for reuse, because the first touch of fresh pages costs more than the copy
-  // into them. Beyond this they go back to the system.
+  // into them. Beyond this those of the sizes that were not in use for longest go back to the
+  // system.
   int64_t max_cached_bytes = int64_t{1} << 30;
   // Tests: fill every allocation with this byte, so that a row that was never written shows (0xff
   // makes NaNs).

@@ -60,6 +60,27 @@ TEST(HostBufferPoolTest, KeepsNoMoreThanItsLimit) {
   EXPECT_EQ(pool.cached_bytes(), 1 << 19);
 }
 
+TEST(HostBufferPoolTest, KeepsWhatWasUsedLast) {
+  HostBufferPoolOptions options;
+  options.max_cached_bytes = 1 << 20;
+  HostBufferPool pool(options);
+  for (int i = 0; i < 2; ++i) {
+    const Buffer first = pool.Allocate(1 << 18).value();
+    const Buffer second = pool.Allocate(1 << 19).value();
+  }
+  { const Buffer used_again = pool.Allocate(1 << 18).value(); }
+  std::byte* data;
+  {
+    const Buffer buffer = pool.Allocate(5 << 17).value();
+    data = buffer.data();
+  }
+  // Only the older of the two made room.
+  EXPECT_EQ(pool.cached_bytes(), (1 << 18) + (5 << 17));
+  EXPECT_EQ(pool.Allocate(5 << 17).value().data(), data);
+  { const Buffer too_large = pool.Allocate(1 << 21).value(); }
+  EXPECT_EQ(pool.cached_bytes(), (1 << 18) + (5 << 17));
+}
+
 TEST(HostBufferPoolTest, PoisonsEveryAllocation) {
   HostBufferPoolOptions options;
   options.poison_byte = 0xff;
