@@ -37,20 +37,28 @@ TcpExchange::TcpExchange(int32_t ep_rank, std::vector<TcpPeerSockets> peers,
           std::clamp(operation_timeout, absl::ZeroDuration(), absl::Hours(1000)))) {
   for (TcpPeerSockets& sockets : peers) links_.emplace_back(std::move(sockets));
   if (ep_size() == 1) return;  // nobody to wait for
-  epoll_.reset(epoll_create1(EPOLL_CLOEXEC));
-  wake_.reset(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
-  WatchSockets();
+  if (const absl::Status status = WatchSockets(); !status.ok()) {
+    BreakLocked(status);
+    return;
+  }
   thread_ = std::thread([this] { Run(); });
 }
 
-void TcpExchange::WatchSockets() {
-  const auto watch = [this](int fd, uint32_t events, uint64_t key) {
+absl::Status TcpExchange::WatchSockets() {
+  absl::Status status;
+  const auto check = [&status](const char* call, int result) {
+    if (result >= 0 || !status.ok()) return;
+    status = absl::ResourceExhaustedError(absl::StrCat(call, ": ", strerror(errno)));
+  };
+  epoll_.reset(epoll_create1(EPOLL_CLOEXEC));
+  check("epoll_create1", epoll_.get());
+  wake_.reset(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+  check("eventfd", wake_.get());
+  const auto watch = [this, &check](int fd, uint32_t events, uint64_t key) {
     epoll_event event = {};
     event.events = events | EPOLLET;
     event.data.u64 = key;
-    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0 && broken_.ok()) {
-      broken_ = absl::ResourceExhaustedError(absl::StrCat("epoll: ", strerror(errno)));
-    }
+    check("epoll_ctl", epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event));
   };
   watch(wake_.get(), EPOLLIN, kWakeKey);
   for (int32_t rank = 0; rank < ep_size(); ++rank) {
@@ -59,6 +67,7 @@ void TcpExchange::WatchSockets() {
     watch(links_[rank].data.fd(), EPOLLIN | EPOLLOUT | EPOLLRDHUP, key);
     watch(links_[rank].notices.fd(), EPOLLIN | EPOLLRDHUP, key + 1);
   }
+  return status;
 }
 
 absl::Status TcpExchange::broken() const {

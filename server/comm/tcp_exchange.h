@@ -27,6 +27,8 @@ namespace expertmesh {
 // streams. Thread safe. Nothing but the own thread ever waits, and that only for sockets.
 class TcpExchange {
  public:
+  // Broken from the start, and the peers told, when the system has no means to wait for sockets
+  // (RESOURCE_EXHAUSTED).
   TcpExchange(int32_t ep_rank, std::vector<TcpPeerSockets> peers, absl::Duration operation_timeout);
   ~TcpExchange() { Stop(); }
 
@@ -63,9 +65,9 @@ class TcpExchange {
     bool checked = false;  // the current operation's message arrived whole and right
   };
 
-  // All but Run and Stop hold the mutex.
+  // All but Run, Stop and WatchSockets hold the mutex.
   void Run();
-  void WatchSockets();
+  absl::Status WatchSockets();
   void Wake();
   void WakeBy(Time time);
   void HandleSocket(uint64_t key, uint32_t events);
