@@ -1,7 +1,9 @@
 #include "server/rpc/payload_message.h"
 
+#include <algorithm>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -69,9 +71,10 @@ class Splitter {
         int64_t length;
         if (!reader->ReadLength(&length)) return false;
         // The last one wins.
-        std::erase_if(ranges_, [](const Range& range) { return range.owner == kDepth; });
-        if (length > 0)
-          ranges_.push_back({kDepth, reader->position(), reader->position() + length});
+        if (payload_.has_value()) ranges_[*payload_].end = ranges_[*payload_].begin;
+        if (payload_.has_value() && *payload_ + 1 == ranges_.size()) ranges_.pop_back();
+        payload_ = ranges_.size();
+        ranges_.push_back({kDepth, reader->position(), reader->position() + length});
         if (!reader->Skip(length)) return false;
       } else {
         int64_t outer_limit;
@@ -99,6 +102,7 @@ class Splitter {
   const PayloadPath& path_;
   int depth_ = 0;
   std::vector<Range> ranges_;
+  std::optional<size_t> payload_;  // in ranges_
 };
 
 }  // namespace
@@ -109,7 +113,9 @@ absl::StatusOr<grpc::ByteBuffer> EncodePayloadMessage(const PayloadPath& path,
   int64_t size_bytes = 0;
   for (const OutputSpan& span : payload) {
     const auto sum = CheckedAdd(size_bytes, span.size_bytes);
-    if (!sum.has_value() || *sum > kMaxMessageBytes) return TooLarge(sum.value_or(-1));
+    if (!sum.has_value() || *sum > kMaxMessageBytes) {
+      return TooLarge(sum.value_or(std::numeric_limits<int64_t>::max()));
+    }
     size_bytes = *sum;
   }
   // From the inside out.
