@@ -45,7 +45,7 @@ void ForwardStreamState::OnReadDone(bool ok) {
 }
 
 bool ForwardStreamState::Admit(const MessagePtr& message, int64_t bytes) {
-  if (ended_ || !in_flight_.try_emplace(message->stream_seq, Entry{message}).second) return false;
+  if (ended() || !in_flight_.try_emplace(message->stream_seq, Entry{message}).second) return false;
   ++num_running_;
   Charge(message.get(), bytes + kMessageOverheadBytes);
   return true;
@@ -85,14 +85,14 @@ ForwardStreamState::MessagePtr ForwardStreamState::OnWriteDone() {
 }
 
 void ForwardStreamState::EndWhenAnswered(absl::Status status) {
-  if (ended_ || finished_) return;
+  if (ended()) return;
   reads_done_ = true;
   final_status_ = std::move(status);
 }
 
 ForwardStreamState::Ended ForwardStreamState::End(absl::Status status) {
   Ended result;
-  if (ended_ || finished_) return result;
+  if (ended()) return result;
   ended_ = true;
   final_status_ = std::move(status);
   for (auto& [seq, entry] : in_flight_) {

@@ -103,7 +103,7 @@ class ForwardStreamState {
   };
   Ended End(absl::Status status);
 
-  bool ended() const { return ended_; }
+  bool ended() const { return ended_ || finished_; }
   int64_t num_running() const { return num_running_; }
   int64_t charged_bytes() const { return charged_bytes_; }
 

@@ -60,6 +60,17 @@ TEST_F(ForwardStreamStateTest, WithholdsReadsUntilAnAnswerIsWritten) {
   EXPECT_EQ(state_.Next(), Action::kRead);
 }
 
+TEST_F(ForwardStreamStateTest, AMessageReadBeforeTheEndButSeenAfterItIsNotTaken) {
+  EXPECT_EQ(state_.Next(), Action::kRead);
+  state_.EndWhenAnswered(absl::UnavailableError("draining"));
+  EXPECT_EQ(state_.Next(), Action::kFinish);
+  EXPECT_TRUE(state_.ended());
+  state_.OnReadDone(true);
+  EXPECT_FALSE(state_.Admit(NewMessage(1), 1000));
+  EXPECT_EQ(state_.num_running(), 0);
+  EXPECT_EQ(total_.bytes(), 0) << "of every other stream's budget, until the process ends";
+}
+
 TEST_F(ForwardStreamStateTest, AnExpectedAnswerCountsAndAShorterOneFrees) {
   const MessagePtr first = Arrive(1, 0);
   state_.ExpectAnswer(first.get(), 4 * kOverhead);
