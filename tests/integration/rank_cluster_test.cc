@@ -17,6 +17,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/base/dtype.h"
+#include "tests/integration/process_usage.h"
 #include "tests/integration/server_under_test.h"
 
 namespace expertmesh {
@@ -237,6 +238,74 @@ TEST(RankClusterTest, AStoppedRankIsLostByItsHeartbeatAndComesBack) {
   ASSERT_TRUE(cluster->rank(1).Signal(SIGCONT).ok());
   ASSERT_TRUE(cluster->WaitForEpoch(2));
   EXPECT_TRUE(load.WaitForAnswers(50));
+}
+
+// Kills, stops that end before or after anybody noticed, and departures, in random order.
+TEST(RankClusterTest, RandomWeatherUnderLoad) {
+  constexpr uint64_t kSeed = 31;
+  SCOPED_TRACE(absl::StrCat("seed ", kSeed));
+  std::mt19937_64 random(kSeed);
+  Oracle oracle(3);
+  ASSERT_TRUE(oracle.ok());
+  const auto cluster = RankCluster::Start(
+      {.checkpoint = kCheckpoint, .ep_size = 3, .control_args = {"--heartbeat_timeout=400ms"}});
+  ASSERT_NE(cluster, nullptr);
+  Load load(cluster.get(), &oracle, kSeed);
+  for (int i = 0; i < 12; ++i) {
+    SCOPED_TRACE(absl::StrCat("event ", i));
+    const auto victim = static_cast<int32_t>(random() % 3);
+    switch (random() % 3) {
+      case 0:
+        ASSERT_TRUE(cluster->rank(victim).Kill().ok());
+        ASSERT_TRUE(cluster->StartRank(victim));
+        break;
+      case 1:
+        ASSERT_TRUE(cluster->rank(victim).Terminate().ok());
+        ASSERT_TRUE(cluster->StartRank(victim));
+        break;
+      default: {
+        ASSERT_TRUE(cluster->rank(victim).Signal(SIGSTOP).ok());
+        // About as long as the time after which it is lost: both ends of the race.
+        const absl::Time until = absl::Now() + absl::Milliseconds(100 + random() % 500);
+        while (absl::Now() < until) std::this_thread::yield();
+        ASSERT_TRUE(cluster->rank(victim).Signal(SIGCONT).ok());
+      }
+    }
+    ASSERT_TRUE(load.WaitForAnswers(1 + static_cast<int64_t>(random() % 50)));
+  }
+}
+
+TEST(RankClusterTest, EpochsLeaveNothingBehind) {
+  const auto cluster = RankCluster::Start({.checkpoint = kCheckpoint, .ep_size = 2});
+  ASSERT_NE(cluster, nullptr);
+  const auto model = cluster->control().GetModel("");
+  ASSERT_TRUE(model.ok());
+  const pid_t pids[] = {cluster->control().process().pid(), cluster->rank(0).pid()};
+  const auto cycle = [&](uint64_t epoch) {
+    ASSERT_TRUE(cluster->rank(1).Kill().ok());
+    ASSERT_TRUE(cluster->StartRank(1));
+    ASSERT_TRUE(cluster->WaitForEpoch(epoch));
+    ASSERT_TRUE(cluster->control().Forward(RandomRequest(*model, epoch)).ok());
+  };
+  uint64_t epoch = 1;
+  while (epoch < 10) ASSERT_NO_FATAL_FAILURE(cycle(++epoch));
+  const ProcessUsage before[] = {UsageOf(pids[0]), UsageOf(pids[1])};
+  while (epoch < 40) ASSERT_NO_FATAL_FAILURE(cycle(++epoch));
+  for (int i = 0; i < 2; ++i) {
+    SCOPED_TRACE(i == 0 ? "control plane" : "rank 0");
+    // gRPC closes what it does not need some time later, and keeps a few threads more or less.
+    const absl::Time deadline = absl::Now() + absl::Seconds(20);
+    ProcessUsage after = UsageOf(pids[i]);
+    while (after.num_fds > before[i].num_fds + 2 && absl::Now() < deadline) {
+      after = UsageOf(pids[i]);
+    }
+    EXPECT_LE(after.num_fds, before[i].num_fds + 2) << before[i] << " " << after;
+    EXPECT_LE(after.num_threads, before[i].num_threads + 4) << before[i] << " " << after;
+    if (kResidentBytesMeanSomething) {
+      EXPECT_LE(after.resident_bytes, before[i].resident_bytes + (4 << 20))
+          << before[i] << " " << after;
+    }
+  }
 }
 
 TEST(RankClusterTest, RanksKeepTheirWeightsAcrossARestartOfTheControlPlane) {
