@@ -56,6 +56,14 @@ ServerMetrics::ServerMetrics(MetricsRegistry* registry) : registry_(registry) {
                                         "Tokens of admitted calls that still hold buffers", {});
   bytes_in_flight = registry->AddGauge(
       "expertmesh_bytes_in_flight", "Payload bytes of admitted calls that still hold buffers", {});
+  const char* const kUnsent =
+      "Memory of answers, from a call's admission until its client has taken the answer";
+  unsent_answer_bytes =
+      registry->AddGauge("expertmesh_unsent_answer_bytes", kUnsent, {{"method", "Forward"}});
+  unsent_stream_answer_bytes =
+      registry->AddGauge("expertmesh_unsent_answer_bytes", kUnsent, {{"method", "ForwardStream"}});
+  held_output_bytes = registry->AddGauge(
+      "expertmesh_held_output_bytes", "Outputs of steps that are kept by answers, sent or not", {});
   queued_requests = registry->AddGauge(
       "expertmesh_queued_requests", "Admitted calls of which not every token is in a step yet", {});
   queued_tokens =

@@ -48,6 +48,9 @@ struct ServerMetrics {
   // control/
   Gauge tokens_in_flight;
   Gauge bytes_in_flight;
+  Gauge unsent_answer_bytes;
+  Gauge unsent_stream_answer_bytes;
+  Gauge held_output_bytes;
   Gauge queued_requests;
   Gauge queued_tokens;
   Counter steps;

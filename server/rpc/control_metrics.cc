@@ -23,6 +23,7 @@ void ControlMetrics::OnStep(const StepRecord& record) {
 void SetControlGauges(const ControlSnapshot& snapshot, const ServerMetrics& metrics) {
   metrics.tokens_in_flight.Set(static_cast<double>(snapshot.tokens_in_flight));
   metrics.bytes_in_flight.Set(static_cast<double>(snapshot.bytes_in_flight));
+  metrics.held_output_bytes.Set(static_cast<double>(snapshot.held_output_bytes));
   metrics.queued_requests.Set(static_cast<double>(snapshot.queued_calls));
   metrics.queued_tokens.Set(static_cast<double>(snapshot.queued_tokens));
 }

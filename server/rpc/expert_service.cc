@@ -26,7 +26,10 @@ using RawForward = V1::WithRawCallbackMethod_Forward<
 class ExpertServiceImpl final : public RawForward {
  public:
   explicit ExpertServiceImpl(ExpertServiceOptions options)
-      : options_(std::move(options)), unsent_answers_(options_.max_unsent_answer_bytes) {
+      : options_(std::move(options)),
+        unsent_answers_(options_.max_unsent_answer_bytes, options_.metrics->unsent_answer_bytes),
+        unsent_stream_answers_(2 * options_.streams->limits().max_all_bytes,
+                               options_.metrics->unsent_stream_answer_bytes) {
     forward_.state = options_.state;
     forward_.metrics = options_.metrics;
     forward_.decode_limits.max_message_bytes = options_.max_message_bytes;
@@ -34,6 +37,7 @@ class ExpertServiceImpl final : public RawForward {
     forward_.next_request_number = &next_request_number_;
     forward_.explain_queue = &explain_queue_;
     forward_.unsent_answers = &unsent_answers_;
+    forward_.unsent_stream_answers = &unsent_stream_answers_;
     for (v1::GetModelResponse& model : options_.models) {
       v1::Limits* limits = model.mutable_limits();
       limits->set_max_request_bytes(options_.max_message_bytes);
@@ -124,6 +128,7 @@ class ExpertServiceImpl final : public RawForward {
   ExpertServiceOptions options_;
   std::atomic<uint64_t> next_request_number_{1};
   UnsentAnswers unsent_answers_;
+  UnsentAnswers unsent_stream_answers_;
   ForwardEnvironment forward_;
   ExplainQueue explain_queue_;
 };

@@ -86,16 +86,19 @@ absl::Status ForwardReactor::Reserve(const ValidForward& valid) {
   const int64_t bytes = info_.num_tokens * info_.model->hidden_size *
                         (info_.output_as_values ? int64_t{4} : DTypeBytes(info_.output_dtype));
   auto canceller = std::make_shared<CallCanceller>(context_);
-  const absl::Status status = environment_.unsent_answers->Reserve(bytes, deadline_, canceller);
-  if (status.ok()) reserved_ = std::move(canceller);
-  return status;
+  const absl::StatusOr<UnsentAnswers::Id> room = environment_.unsent_answers->Reserve(
+      bytes + UnsentAnswers::kCallOverheadBytes, deadline_, canceller);
+  if (!room.ok()) return room.status();
+  answer_room_ = *room;
+  canceller_ = std::move(canceller);
+  return absl::OkStatus();
 }
 
 void ForwardReactor::Release() {
-  if (reserved_ == nullptr) return;
-  reserved_->Forget();
-  environment_.unsent_answers->Release(reserved_);
-  reserved_ = nullptr;
+  if (canceller_ == nullptr) return;
+  canceller_->Forget();
+  environment_.unsent_answers->Release(answer_room_);
+  canceller_ = nullptr;
 }
 
 void ForwardReactor::Submit(ValidForward valid, bool may_run_inline) {
@@ -145,7 +148,7 @@ void ForwardReactor::Answer(absl::StatusOr<grpc::ByteBuffer> response) {
   if (response.ok()) {
     metrics.response_bytes.Increment(static_cast<int64_t>(response->Length()));
     response_->Swap(&*response);
-    if (reserved_ != nullptr) environment_.unsent_answers->StartSending(reserved_);
+    if (canceller_ != nullptr) environment_.unsent_answers->StartSending(answer_room_);
   } else {
     Release();
   }

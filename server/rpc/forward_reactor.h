@@ -29,7 +29,9 @@ struct ForwardEnvironment {
   absl::Duration max_deadline;
   ExplainQueue* explain_queue = nullptr;
   std::atomic<uint64_t>* next_request_number = nullptr;
-  UnsentAnswers* unsent_answers = nullptr;
+  UnsentAnswers* unsent_answers = nullptr;  // to unary calls
+  // On streams, whose own budget lets every one of them hold an answer.
+  UnsentAnswers* unsent_stream_answers = nullptr;
 };
 
 // The client's deadline, or the server's own where that is earlier or the client gave none.
@@ -77,7 +79,8 @@ class ForwardReactor final : public grpc::ServerUnaryReactor {
   ForwardAnswerInfo info_;
   std::string request_id_;
   ServingState::WaitId wait_id_ = 0;
-  std::shared_ptr<CallCanceller> reserved_;  // null: nothing is reserved
+  std::shared_ptr<CallCanceller> canceller_;  // null: nothing is reserved
+  UnsentAnswers::Id answer_room_ = 0;
 
   std::mutex mutex_;
   bool cancelled_ = false;

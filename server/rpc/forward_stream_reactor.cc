@@ -46,6 +46,7 @@ struct ForwardStreamReactor::Message final : ForwardStreamMessage {
   const ServingBackend* backend = nullptr;
   ForwardAnswerInfo info;
   std::string request_id;
+  UnsentAnswers::Id answer_room = 0;  // 0: none
 
   // Under the stream's mutex.
   bool cancelled = false;
@@ -59,6 +60,7 @@ ForwardStreamReactor::ForwardStreamReactor(const ForwardEnvironment& environment
     : environment_(environment),
       streams_(streams),
       stream_deadline_(absl::FromChrono(context->deadline())),
+      canceller_(std::make_shared<CallCanceller>(context)),
       state_(streams->limits().max_stream_bytes, streams->total()) {}
 
 ForwardStreamReactor* ForwardStreamReactor::Start(const ForwardEnvironment& environment,
@@ -100,6 +102,9 @@ void ForwardStreamReactor::Pump() {
         // Small ones then share a packet and a system call.
         if (state_.more_to_write()) options.set_buffer_hint();
         lock.unlock();
+        if (message->answer_room != 0) {
+          environment_.unsent_stream_answers->StartSending(message->answer_room);
+        }
         // gRPC reads `bytes` until OnWriteDone, which lets go of the message.
         StartWrite(&message->bytes, options);
         break;
@@ -166,6 +171,7 @@ void ForwardStreamReactor::OnWriteDone(bool ok) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     message = state_.OnWriteDone();
+    Release(message.get());
   }
   // The answer's slices hold the step's buffers.
   message.reset();
@@ -178,6 +184,7 @@ void ForwardStreamReactor::OnCancel() {
 }
 
 void ForwardStreamReactor::OnDone() {
+  canceller_->Forget();
   streams_->Remove(this);
   // Whoever is about to leave Pump has a reference of its own.
   const std::shared_ptr<ForwardStreamReactor> self = std::move(self_);
@@ -193,6 +200,7 @@ void ForwardStreamReactor::End(absl::Status status) {
     Cancel(static_cast<Message*>(message.get()));
   }
   // Before the stream may be told to have ended.
+  for (const ForwardStreamState::MessagePtr& message : ended.dropped) Release(message.get());
   ended = {};
   Pump();
 }
@@ -212,6 +220,12 @@ void ForwardStreamReactor::Cancel(Message* message) {
   } else if (wait_id != 0) {
     environment_.state->CancelWait(wait_id);
   }
+}
+
+void ForwardStreamReactor::Release(ForwardStreamMessage* message) {
+  auto& room = static_cast<Message*>(message)->answer_room;
+  if (room != 0) environment_.unsent_stream_answers->Release(room);
+  room = 0;
 }
 
 void ForwardStreamReactor::Process(const MessagePtr& message, int64_t timeout_micros, bool alone) {
@@ -277,6 +291,14 @@ void ForwardStreamReactor::Run(const MessagePtr& message,
 
 void ForwardStreamReactor::Submit(const MessagePtr& message, ValidForward valid,
                                   bool may_run_inline) {
+  if (const int64_t bytes = OutputBytes(valid); bytes > 0) {
+    // What the message's deadline leaves of the answer is still to be read.
+    absl::StatusOr<UnsentAnswers::Id> room = environment_.unsent_stream_answers->Reserve(
+        bytes + ForwardStreamState::kMessageOverheadBytes,
+        message->deadline + UnsentAnswers::kLeastTimeToRead, canceller_);
+    if (!room.ok()) return Answer(message, room.status());
+    message->answer_room = *room;
+  }
   valid.call->deadline = message->deadline;
   valid.call->done = [self = shared_from_this(), message](absl::StatusOr<ForwardResult> result) {
     self->Complete(message, std::move(result));
@@ -328,6 +350,7 @@ void ForwardStreamReactor::Answer(const MessagePtr& message,
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     wanted = state_.OnAnswer(message, size_bytes);
+    if (!wanted || error.code() != 0) Release(message.get());
   }
   if (!wanted) message->bytes.Clear();
   Pump();

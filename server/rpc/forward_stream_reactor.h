@@ -51,6 +51,8 @@ class ForwardStreamReactor final
   // Ends the stream; its calls are cancelled and their answers dropped.
   void End(absl::Status status);
   void Cancel(Message* message);
+  // Of the memory that is reserved for its answer, if any; before the stream may end.
+  void Release(ForwardStreamMessage* message);
 
   // The life of one message, on any thread.
   void Process(const MessagePtr& message, int64_t timeout_micros, bool alone);
@@ -64,6 +66,7 @@ class ForwardStreamReactor final
   const ForwardEnvironment& environment_;
   ForwardStreamSet* const streams_;
   const absl::Time stream_deadline_;
+  const std::shared_ptr<CallCanceller> canceller_;
   std::shared_ptr<ForwardStreamReactor> self_;  // gRPC's reference
   grpc::ByteBuffer read_;                       // of the read that is outstanding
 

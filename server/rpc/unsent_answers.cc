@@ -20,8 +20,8 @@ void CallCanceller::Forget() {
   context_ = nullptr;
 }
 
-absl::Status UnsentAnswers::Reserve(int64_t bytes, absl::Time deadline,
-                                    const std::shared_ptr<CallCanceller>& canceller) {
+absl::StatusOr<UnsentAnswers::Id> UnsentAnswers::Reserve(
+    int64_t bytes, absl::Time deadline, const std::shared_ptr<CallCanceller>& canceller) {
   std::vector<std::shared_ptr<CallCanceller>> overdue;
   int64_t held;
   {
@@ -29,12 +29,13 @@ absl::Status UnsentAnswers::Reserve(int64_t bytes, absl::Time deadline,
     held = held_bytes_;
     if (held == 0 || bytes <= max_bytes_ - held) {
       held_bytes_ += bytes;
-      entries_.emplace(canceller, Entry{bytes, deadline});
-      return absl::OkStatus();
+      gauge_.Add(static_cast<double>(bytes));
+      entries_.emplace(++last_id_, Entry{bytes, deadline, canceller});
+      return last_id_;
     }
     const absl::Time now = absl::Now();
-    for (const auto& [other, entry] : entries_) {
-      if (entry.deadline <= now) overdue.push_back(other);
+    for (const auto& [id, entry] : entries_) {
+      if (entry.deadline <= now) overdue.push_back(entry.canceller);
     }
   }
   for (const auto& other : overdue) other->Cancel();
@@ -43,18 +44,19 @@ absl::Status UnsentAnswers::Reserve(int64_t bytes, absl::Time deadline,
                                 " bytes are held by answers that are not made or not read yet"));
 }
 
-void UnsentAnswers::StartSending(const std::shared_ptr<CallCanceller>& canceller) {
+void UnsentAnswers::StartSending(Id id) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Entry& entry = entries_.find(canceller)->second;
+  Entry& entry = entries_.find(id)->second;
   const absl::Duration time_to_read =
       kLeastTimeToRead + absl::Seconds(static_cast<double>(entry.bytes) / kSlowestBytesPerSecond);
   entry.deadline = std::min(entry.deadline, absl::Now() + time_to_read);
 }
 
-void UnsentAnswers::Release(const std::shared_ptr<CallCanceller>& canceller) {
+void UnsentAnswers::Release(Id id) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = entries_.find(canceller);
+  const auto found = entries_.find(id);
   held_bytes_ -= found->second.bytes;
+  gauge_.Add(-static_cast<double>(found->second.bytes));
   entries_.erase(found);
 }
 

@@ -472,6 +472,40 @@ TEST(ForwardStreamReactorTest, ClientsThatNeverReadHoldLittleAndStopNobody) {
   EXPECT_EQ(server.pool().allocated_bytes(), 0);
 }
 
+// Each stream may always have a message in flight, so their number must not be what bounds answers.
+TEST(ForwardStreamReactorTest, AnswersOnAllStreamsTogetherAreBounded) {
+  constexpr int64_t kTokens = 512;  // 64 KiB
+  constexpr size_t kStreams = 12;
+  constexpr size_t kTaken = 7;  // of 68 KiB, in twice max_all_bytes
+  StreamServer server(
+      {.limits = {.max_stream_bytes = int64_t{64} << 10, .max_all_bytes = int64_t{256} << 10}});
+  std::vector<std::unique_ptr<Client>> clients;
+  size_t num_refused = 0;
+  for (uint64_t i = 0; i < kStreams; ++i) {
+    Client& client = *clients.emplace_back(std::make_unique<Client>(server));
+    ASSERT_TRUE(client.Send(i, kTokens));
+    if (num_refused == 0 && i < kTaken) {
+      server.controller().AwaitHeld(i + 1);
+      continue;
+    }
+    v1::ForwardStreamResponse response;
+    ASSERT_TRUE(client.stream().Read(&response));
+    EXPECT_EQ(response.error().code(), static_cast<int>(StatusCode::RESOURCE_EXHAUSTED))
+        << response.ShortDebugString();
+    ++num_refused;
+  }
+  EXPECT_EQ(num_refused, kStreams - kTaken);
+  server.controller().AnswerAtOnce();
+  for (uint64_t i = 0; i < kStreams; ++i) {
+    if (i < kTaken) {
+      EXPECT_EQ(clients[i]->ReadAnswer(kTokens), i);
+    }
+    ASSERT_TRUE(clients[i]->Send(100, kTokens));
+    EXPECT_EQ(clients[i]->ReadAnswer(kTokens), 100u);
+    EXPECT_TRUE(clients[i]->Finish().ok());
+  }
+}
+
 // Everything at once, for the sanitizers; each stream checks that its answers are its own.
 TEST(ForwardStreamReactorTest, ManyStreamsDoAnything) {
   StreamServer server(
