@@ -229,6 +229,7 @@ void ControlPlane::Impl::MakeValidator() {
   if (group->ep_size() == 1) limits.strategies.push_back(DispatchMode::kPassthrough);
   limits.strategies.push_back(DispatchMode::kAllToAll);
   limits.strategies.push_back(DispatchMode::kAllGatherReduceScatter);
+  limits.strategies.push_back(DispatchMode::kDirect);
   std::vector<const ModelSpec*> specs;
   for (const ServedModel& model : models) specs.push_back(&model.spec);
   validator = std::make_unique<ForwardValidator>(std::move(specs), std::move(limits),

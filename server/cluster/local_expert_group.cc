@@ -79,6 +79,9 @@ absl::Status LocalExpertGroup::CreateRanks() {
   const int num_threads = options_.num_threads > 0 ? options_.num_threads : num_cores;
   isa_ = options_.isa.value_or(SupportedCpuIsas().back());
   threads_per_rank_ = std::max(1, num_threads / options_.num_ranks);
+  absl::StatusOr<std::unique_ptr<DirectStep>> direct = DirectStep::Create(isa_, options_.allocator);
+  if (!direct.ok()) return direct.status();
+  direct_ = *std::move(direct);
 
   CpuRankBackendOptions backend_options;
   backend_options.isa = isa_;
@@ -106,6 +109,7 @@ absl::Status LocalExpertGroup::PlaceLayers(absl::Span<const WeightSource* const>
   for (const WeightSource* source : sources) {
     const ModelSpec& model = source->model();
     std::map<int32_t, Placement>& layers = placements_[model.name];
+    hidden_sizes_[model.name] = model.hidden_size;
     for (const LayerSpec& layer : model.layers) {
       if (layers.count(layer.index) > 0) continue;
       absl::StatusOr<Placement> placement = options_.place(model, layer, ep_size());
@@ -218,12 +222,35 @@ absl::StatusOr<GroupStepResult> LocalExpertGroup::RunStep(GroupStep step, bool o
                        slice.header.epoch, "; the group is in ", incarnation_, " epoch ", epoch()));
     }
   }
-  // With one rank there is no one to run beside the caller, who waits anyway.
-  absl::StatusOr<GroupStepResult> result = on_caller || ep_size() == 1
-                                               ? RunOnCaller(std::move(step), step_deadline)
-                                               : RunOnRankThreads(std::move(step), step_deadline);
+  absl::StatusOr<GroupStepResult> result =
+      step.plan.direct.has_value() ? RunDirect(std::move(step), on_caller, step_deadline)
+                                   : RunOnRanks(std::move(step), on_caller, step_deadline);
   if (!result.ok()) FormEpoch();
   return result;
+}
+
+absl::StatusOr<GroupStepResult> LocalExpertGroup::RunDirect(GroupStep step, bool on_caller,
+                                                            absl::Time deadline) {
+  const StepHeader& header = step.plan.slices.front().header;
+  const auto hidden_size = hidden_sizes_.find(header.model);
+  if (hidden_size == hidden_sizes_.end()) {
+    return absl::NotFoundError(absl::StrCat("no rank holds model ", header.model));
+  }
+  const DType combine_dtype = header.combine_dtype;
+  if (absl::Status status = direct_->Scatter(hidden_size->second, step); !status.ok()) {
+    return status;
+  }
+  const DirectSource source = *std::move(step.plan.direct);
+  absl::StatusOr<GroupStepResult> partials = RunOnRanks(std::move(step), on_caller, deadline);
+  if (!partials.ok()) return partials.status();
+  return direct_->Combine(source, combine_dtype, hidden_size->second, *std::move(partials));
+}
+
+absl::StatusOr<GroupStepResult> LocalExpertGroup::RunOnRanks(GroupStep step, bool on_caller,
+                                                             absl::Time deadline) {
+  // With one rank there is no one to run beside the caller, who waits anyway.
+  return on_caller || ep_size() == 1 ? RunOnCaller(std::move(step), deadline)
+                                     : RunOnRankThreads(std::move(step), deadline);
 }
 
 absl::StatusOr<GroupStepResult> LocalExpertGroup::RunOnCaller(GroupStep step, absl::Time deadline) {

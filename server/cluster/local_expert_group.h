@@ -18,6 +18,7 @@
 #include "kernels/base/buffer.h"
 #include "kernels/cpu/cpu_kernels.h"
 #include "kernels/expert_kernels.h"
+#include "server/cluster/direct_step.h"
 #include "server/cluster/expert_group.h"
 #include "server/cluster/rank_client.h"
 #include "server/model/placement.h"
@@ -86,6 +87,8 @@ class LocalExpertGroup : public ExpertGroup {
   absl::Status CreateRanks();
   absl::Status PlaceLayers(absl::Span<const WeightSource* const> sources);
   void FormEpoch();
+  absl::StatusOr<GroupStepResult> RunOnRanks(GroupStep step, bool on_caller, absl::Time deadline);
+  absl::StatusOr<GroupStepResult> RunDirect(GroupStep step, bool on_caller, absl::Time deadline);
   absl::StatusOr<GroupStepResult> RunOnCaller(GroupStep step, absl::Time deadline);
   absl::StatusOr<GroupStepResult> RunOnRankThreads(GroupStep step, absl::Time deadline);
 
@@ -95,6 +98,8 @@ class LocalExpertGroup : public ExpertGroup {
   uint64_t incarnation_ = 0;
   std::atomic<uint64_t> epoch_{0};
   std::map<std::string, std::map<int32_t, Placement>, std::less<>> placements_;
+  std::map<std::string, int64_t, std::less<>> hidden_sizes_;
+  std::unique_ptr<DirectStep> direct_;
   std::vector<std::unique_ptr<RankEngine>> engines_;
   std::vector<std::unique_ptr<RankClient>> clients_;
 };

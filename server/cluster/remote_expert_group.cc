@@ -89,8 +89,16 @@ absl::StatusOr<std::unique_ptr<RemoteExpertGroup>> RemoteExpertGroup::Create(
     }
     membership.models.push_back(std::move(expected));
   }
-  return std::unique_ptr<RemoteExpertGroup>(new RemoteExpertGroup(
+  // The last sum is the control plane's own: where ranks have another instruction set, so may its
+  // rounding of subnormal values be.
+  absl::StatusOr<std::unique_ptr<DirectStep>> direct =
+      DirectStep::Create(SupportedCpuIsas().back(), own_options.allocator);
+  if (!direct.ok()) return direct.status();
+  std::unique_ptr<RemoteExpertGroup> group(new RemoteExpertGroup(
       std::move(own_options), std::move(placements), std::move(membership), clock));
+  for (const ModelSpec* model : models) group->hidden_sizes_[model->name] = model->hidden_size;
+  group->direct_ = *std::move(direct);
+  return group;
 }
 
 RemoteExpertGroup::RemoteExpertGroup(RemoteExpertGroupOptions options, Placements placements,
@@ -305,6 +313,24 @@ void RemoteExpertGroup::Close() {
 
 absl::StatusOr<GroupStepResult> RemoteExpertGroup::RunStep(GroupStep step, bool /*on_caller*/,
                                                            absl::Time step_deadline) {
+  if (!step.plan.direct.has_value()) return RunOnRanks(std::move(step), step_deadline);
+  const StepHeader& header = step.plan.slices.front().header;
+  const auto hidden_size = hidden_sizes_.find(header.model);
+  if (hidden_size == hidden_sizes_.end()) {
+    return absl::NotFoundError(absl::StrCat("no rank holds model ", header.model));
+  }
+  const DType combine_dtype = header.combine_dtype;
+  if (absl::Status status = direct_->Scatter(hidden_size->second, step); !status.ok()) {
+    return status;
+  }
+  const DirectSource source = *std::move(step.plan.direct);
+  absl::StatusOr<GroupStepResult> partials = RunOnRanks(std::move(step), step_deadline);
+  if (!partials.ok()) return partials.status();
+  return direct_->Combine(source, combine_dtype, hidden_size->second, *std::move(partials));
+}
+
+absl::StatusOr<GroupStepResult> RemoteExpertGroup::RunOnRanks(GroupStep step,
+                                                              absl::Time step_deadline) {
   if (static_cast<int64_t>(step.plan.slices.size()) != ep_size() ||
       static_cast<int64_t>(step.shards.size()) != ep_size()) {
     return absl::InvalidArgumentError(absl::StrCat("step: ", step.plan.slices.size(),

@@ -20,6 +20,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/base/buffer.h"
+#include "server/cluster/direct_step.h"
 #include "server/cluster/expert_group.h"
 #include "server/cluster/membership.h"
 #include "server/cluster/remote_rank.h"
@@ -93,6 +94,7 @@ class RemoteExpertGroup : public ExpertGroup {
                     std::map<std::string, std::map<int32_t, Placement>, std::less<>> placements,
                     MembershipOptions membership_options, Clock* clock);
 
+  absl::StatusOr<GroupStepResult> RunOnRanks(GroupStep step, absl::Time step_deadline);
   void WatchClock();
   // With `lock` held after a change of membership_: does what follows from it. What it has to tell
   // ranks, waiting store users and the listener is told in order, with the lock released.
@@ -104,6 +106,8 @@ class RemoteExpertGroup : public ExpertGroup {
   const uint64_t incarnation_;
   const std::map<std::string, std::map<int32_t, Placement>, std::less<>> placements_;
   Clock* const clock_;
+  std::map<std::string, int64_t, std::less<>> hidden_sizes_;
+  std::unique_ptr<DirectStep> direct_;
   std::function<void(uint64_t)> listener_;
   InMemoryRendezvousStore rendezvous_;
   std::atomic<uint64_t> epoch_{0};

@@ -45,7 +45,7 @@ void AddDetailedStats(const StepPiece& piece, int64_t first_step_token,
     for (int32_t rank = 0; rank < placement.ep_size(); ++rank) {
       const int64_t num_experts = experts_of_rank[rank];
       stats.rows_per_rank[rank] += num_experts;
-      if (num_experts == 0 || rank == source) continue;
+      if (num_experts == 0 || rank == source || strategy == DispatchMode::kDirect) continue;
       if (!is_gathered) stats.dispatch_bytes += row_bytes;
       stats.combine_bytes +=
           (call.key.combine == CombineMode::kPerExpert ? num_experts : 1) * partial_bytes;

@@ -3,6 +3,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/dispatch/all_to_all.h"
 #include "server/dispatch/allgather_reducescatter.h"
+#include "server/dispatch/direct.h"
 #include "server/dispatch/passthrough.h"
 
 namespace expertmesh {
@@ -11,6 +12,7 @@ absl::StatusOr<const DispatchStrategy*> FindDispatchStrategy(DispatchMode mode) 
   static const PassthroughStrategy passthrough;
   static const AllToAllStrategy all_to_all;
   static const AllGatherReduceScatterStrategy allgather_reducescatter;
+  static const DirectStrategy direct;
   switch (mode) {
     case DispatchMode::kPassthrough:
       return &passthrough;
@@ -18,8 +20,9 @@ absl::StatusOr<const DispatchStrategy*> FindDispatchStrategy(DispatchMode mode) 
       return &all_to_all;
     case DispatchMode::kAllGatherReduceScatter:
       return &allgather_reducescatter;
-    case DispatchMode::kAuto:
     case DispatchMode::kDirect:
+      return &direct;
+    case DispatchMode::kAuto:
       break;
   }
   return absl::InvalidArgumentError(

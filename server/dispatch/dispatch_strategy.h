@@ -62,8 +62,8 @@ class DispatchHandle {
   // partials home.
   virtual absl::Status Combine(const float* expert_output) = 0;
 
-  // Sums this rank's tokens into `output` [num_source_tokens, hidden_size], output_dtype. `addend`
-  // has been enqueued on the stream before. All on the stream's device.
+  // Sums this rank's tokens into `output` [slice.num_output_rows(), hidden_size], output_dtype.
+  // `addend` has been enqueued on the stream before. All on the stream's device.
   virtual absl::Status Finish(const SourceAddend& addend, std::byte* output) = 0;
 };
 

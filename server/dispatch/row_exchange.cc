@@ -46,13 +46,18 @@ RowExchange::RowExchange(const StepSlice& slice, const DispatchContext& context)
 absl::StatusOr<std::unique_ptr<DispatchHandle>> RowExchange::Start(
     const StepSlice& slice, absl::Span<const RowSpan> hidden_states,
     const DispatchContext& context) {
-  std::unique_ptr<RowExchange> exchange(new RowExchange(slice, context));
-  if (absl::Status status = exchange->SendRows(hidden_states); !status.ok()) return status;
-  absl::StatusOr<Permutation> permutation =
-      PlanPermutation(slice, context.num_local_experts, context.format, context.host_arena);
-  if (!permutation.ok()) return permutation.status();
-  exchange->permutation_ = *permutation;
+  auto exchange = std::make_unique<RowExchange>(slice, context);
+  if (absl::Status status = exchange->Begin(hidden_states); !status.ok()) return status;
   return exchange;
+}
+
+absl::Status RowExchange::Begin(absl::Span<const RowSpan> hidden_states) {
+  if (absl::Status status = SendRows(hidden_states); !status.ok()) return status;
+  absl::StatusOr<Permutation> permutation =
+      PlanPermutation(slice_, context_.num_local_experts, context_.format, context_.host_arena);
+  if (!permutation.ok()) return permutation.status();
+  permutation_ = *permutation;
+  return absl::OkStatus();
 }
 
 absl::Status RowExchange::SendRows(absl::Span<const RowSpan> hidden_states) {

@@ -23,7 +23,11 @@ absl::Status CheckCommunicator(DispatchMode mode, const StepSlice& slice,
 // the exchange, and passthrough is this class without a communicator.
 class RowExchange : public DispatchHandle {
  public:
-  // First phase. Without a communicator in `context` all rows must be the rank's own.
+  RowExchange(const StepSlice& slice, const DispatchContext& context);
+
+  // First phase. Without a communicator in the context all rows must be the rank's own.
+  absl::Status Begin(absl::Span<const RowSpan> hidden_states);
+  // The same for a new one.
   static absl::StatusOr<std::unique_ptr<DispatchHandle>> Start(
       const StepSlice& slice, absl::Span<const RowSpan> hidden_states,
       const DispatchContext& context);
@@ -31,6 +35,11 @@ class RowExchange : public DispatchHandle {
   absl::StatusOr<ExpertRows> Permute() override;
   absl::Status Combine(const float* expert_output) override;
   absl::Status Finish(const SourceAddend& addend, std::byte* output) override;
+
+ protected:
+  const StepSlice& slice() const { return slice_; }
+  const DispatchContext& context() const { return context_; }
+  const Permutation& permutation() const { return permutation_; }
 
  private:
   // Rows of other ranks before and after the rank's own block, in the order of ranks.
@@ -42,8 +51,6 @@ class RowExchange : public DispatchHandle {
     int64_t num_own() const { return own_last - own_first; }
     int64_t num_remote() const { return total - num_own(); }
   };
-
-  RowExchange(const StepSlice& slice, const DispatchContext& context);
 
   absl::Status SendRows(absl::Span<const RowSpan> hidden_states);
   absl::Status SendRowsToOwners();

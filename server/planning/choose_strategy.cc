@@ -13,14 +13,14 @@ absl::StatusOr<DispatchMode> ChooseStrategy(DispatchMode requested, int32_t ep_s
       break;
     case DispatchMode::kAllToAll:
     case DispatchMode::kAllGatherReduceScatter:
-      return requested;
     case DispatchMode::kDirect:
-      break;
+      return requested;
   }
   return InvalidFieldError("options.dispatch", DispatchModeName(requested),
-                           ep_size == 1 ? "auto, passthrough, all_to_all, allgather_reducescatter"
-                                        : "auto, all_to_all or allgather_reducescatter where "
-                                          "experts are on several ranks");
+                           ep_size == 1
+                               ? "auto, passthrough, all_to_all, allgather_reducescatter or direct"
+                               : "auto, all_to_all, allgather_reducescatter or direct where "
+                                 "experts are on several ranks");
 }
 
 }  // namespace expertmesh

@@ -16,7 +16,7 @@ namespace expertmesh {
 //   kPassthrough     1         kPassthrough
 //   kPassthrough     > 1       INVALID_ARGUMENT: the rows' experts are on other ranks
 //   kAllToAll        any       kAllToAll
-//   kAllGatherReduceScatter    any   kAllGatherReduceScatter
+//   kAllGatherReduceScatter, kDirect   any   as requested
 //   anything else    any       INVALID_ARGUMENT: no rank implements it
 //
 // Errors name the field options.dispatch.

@@ -4,7 +4,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "server/ops/call_error.h"
 #include "server/planning/choose_strategy.h"
+#include "server/planning/direct_plan.h"
 #include "server/planning/step_plan.h"
 
 namespace expertmesh {
@@ -80,7 +82,8 @@ class Planner {
         num_experts_(params.placement->num_experts()),
         per_expert_(params.header.combine == CombineMode::kPerExpert),
         distinct_(!params.header.apply_router_weight_on_input),
-        gather_(strategy == DispatchMode::kAllGatherReduceScatter) {
+        gather_(strategy == DispatchMode::kAllGatherReduceScatter),
+        direct_(strategy == DispatchMode::kDirect) {
     plan_.slices.resize(ep_size_);
     for (StepSlice& slice : plan_.slices) {
       slice.header = params.header;
@@ -125,6 +128,7 @@ class Planner {
   const bool per_expert_;
   const bool distinct_;  // an expert that is named twice is computed once
   const bool gather_;    // every rank gets every row
+  const bool direct_;    // the first shard holds every token
   std::vector<Piece> pieces_;
   std::vector<ExpertHome> homes_;         // [num_experts]
   std::vector<int64_t> num_rows_;         // [source, owner]
@@ -159,7 +163,9 @@ absl::Status Planner::CutShards() {
 
   std::vector<int64_t>& offsets = plan_.shard_offsets;
   offsets.assign(ep_size_ + 1, 0);
-  if (params_.shard_sizes.empty()) {
+  if (direct_) {
+    std::fill(offsets.begin() + 1, offsets.end(), num_tokens);
+  } else if (params_.shard_sizes.empty()) {
     for (int32_t rank = 0; rank < ep_size_; ++rank) {
       offsets[rank + 1] = offsets[rank] + num_tokens / ep_size_ + (rank < num_tokens % ep_size_);
     }
@@ -377,12 +383,19 @@ absl::StatusOr<StepPlan> PlanStep(const StepPlanParams& params) {
   absl::StatusOr<DispatchMode> strategy =
       ChooseStrategy(params.header.strategy, params.placement->ep_size());
   if (!strategy.ok()) return strategy.status();
+  if (*strategy == DispatchMode::kDirect && params.header.include_shared_experts) {
+    return InvalidFieldError("options.dispatch", DispatchModeName(*strategy),
+                             "another strategy with include_shared_experts: those run on a "
+                             "token's source, which here is no rank");
+  }
   Planner planner(params, *strategy);
   if (absl::Status status = planner.CutShards(); !status.ok()) return status;
   if (absl::Status status = planner.Count(); !status.ok()) return status;
   planner.Allocate();
   planner.Fill();
-  return planner.TakePlan();
+  StepPlan plan = planner.TakePlan();
+  if (*strategy == DispatchMode::kDirect) MakePlanDirect(plan);
+  return plan;
 }
 
 }  // namespace expertmesh

@@ -162,6 +162,40 @@ absl::Status CheckGather(const StepSlice& slice) {
   return absl::OkStatus();
 }
 
+// All rows are the rank's own, and the control plane sums.
+absl::Status CheckDirect(const StepSlice& slice) {
+  for (int32_t peer = 0; peer < slice.ep_size; ++peer) {
+    if (peer == slice.ep_rank) continue;
+    if (slice.send_counts[peer] != 0 || slice.recv_counts[peer] != 0) {
+      return Bad("recv_counts", absl::StrCat("rows to or from rank ", peer, ", with direct"));
+    }
+    if (slice.return_send_counts[peer] != 0 || slice.return_recv_counts[peer] != 0) {
+      return Bad("return_recv_counts", absl::StrCat("to or from rank ", peer, ", with direct"));
+    }
+  }
+  if (slice.header.output_dtype != slice.header.combine_dtype) {
+    return Bad("output_dtype", "is not combine_dtype, with direct");
+  }
+  if (slice.header.include_shared_experts) {
+    return Bad("include_shared_experts", "the source is no rank, with direct");
+  }
+  absl::Status status = CheckLength("sum_offsets", slice.sum_offsets.size(), 0);
+  status.Update(CheckLength("sum_rows", slice.sum_rows.size(), 0));
+  status.Update(CheckLength("sum_weights", slice.sum_weights.size(), 0));
+  return status;
+}
+
+absl::Status CheckSums(const StepSlice& slice, int64_t num_return_received) {
+  if (slice.header.strategy == DispatchMode::kDirect) return CheckDirect(slice);
+  const int64_t num_sums = static_cast<int64_t>(slice.sum_rows.size());
+  absl::Status status =
+      CheckOffsets("sum_offsets", slice.sum_offsets, slice.num_source_tokens, num_sums);
+  status.Update(CheckIndices<int64_t>("sum_rows", slice.sum_rows, num_return_received));
+  status.Update(CheckLength("sum_weights", slice.sum_weights.size(),
+                            slice.header.combine == CombineMode::kPerExpert ? num_sums : 0));
+  return status;
+}
+
 }  // namespace
 
 absl::Status CheckSlice(const StepSlice& slice, int32_t ep_rank, int32_t ep_size,
@@ -196,11 +230,7 @@ absl::Status CheckSlice(const StepSlice& slice, int32_t ep_rank, int32_t ep_size
   status.Update(
       CheckIndices<int32_t>("pair_local_expert", slice.pair_local_expert, num_local_experts));
 
-  const int64_t num_sums = static_cast<int64_t>(slice.sum_rows.size());
-  status.Update(CheckOffsets("sum_offsets", slice.sum_offsets, slice.num_source_tokens, num_sums));
-  status.Update(CheckIndices<int64_t>("sum_rows", slice.sum_rows, num_return_received));
-  status.Update(CheckLength("sum_weights", slice.sum_weights.size(),
-                            slice.header.combine == CombineMode::kPerExpert ? num_sums : 0));
+  status.Update(CheckSums(slice, num_return_received));
   if (!status.ok()) return status;
   status = CheckGather(slice);
   if (!status.ok()) return status;

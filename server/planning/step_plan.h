@@ -2,6 +2,7 @@
 #define EXPERTMESH_SERVER_PLANNING_STEP_PLAN_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -94,15 +95,36 @@ struct StepSlice {
   std::vector<int32_t> gather_rows;    // [num_received_rows] index among the gathered rows
 
   int64_t num_received_rows() const { return static_cast<int64_t>(pair_offsets.size()) - 1; }
+  // Rows that the rank gives back, in header.output_dtype. kDirect: the partials of all its rows,
+  // with its own end of everything: the shard is the rows that it computes, each sent to itself,
+  // sum_* are empty and output_dtype is combine_dtype. Else its source tokens.
+  int64_t num_output_rows() const {
+    return header.strategy == DispatchMode::kDirect ? return_send_counts[ep_rank]
+                                                    : num_source_tokens;
+  }
+};
+
+// kDirect: what the control plane does itself, the source of every token of the step.
+struct DirectSource {
+  DType output_dtype = DType::kInvalid;
+  // As StepSlice: which tokens' rows go to which rank, what comes back, how it is summed.
+  std::vector<int64_t> send_counts;
+  std::vector<int32_t> send_rows;
+  std::vector<int64_t> return_counts;
+  std::vector<int64_t> sum_offsets;
+  std::vector<int64_t> sum_rows;
+  std::vector<float> sum_weights;
 };
 
 // A step's tokens, in the order of the segments, are cut into one contiguous
-// shard per rank.
+// shard per rank. kDirect: the first shard holds them all, and the control
+// plane makes of it what each rank gets.
 struct StepPlan {
   std::vector<int64_t> shard_offsets;      // [ep_size + 1] tokens
   std::vector<StepSlice> slices;           // [ep_size]
   std::vector<int64_t> tokens_per_expert;  // [num_experts] (token, k) pairs, for
                                            // Stats and metrics
+  std::optional<DirectSource> direct;      // kDirect alone
 };
 
 struct StepPlanParams {
@@ -110,7 +132,7 @@ struct StepPlanParams {
   absl::Span<const RoutingSegment> segments;
   const Placement *placement = nullptr;
   // [ep_size] or empty: tokens per source rank; empty means shards as equal as
-  // possible, the first ones larger.
+  // possible, the first ones larger. kDirect has no use for them.
   absl::Span<const int64_t> shard_sizes;
 };
 

@@ -110,12 +110,12 @@ absl::Status RankStep::AcquireArenas() {
                     ? device_arena_
                     : engine_.host_arenas_.Acquire();
   const auto memory = std::make_shared<OutputMemory>(backend.host_allocator());
-  absl::StatusOr<std::byte*> rows = AllocateRows(memory->arena, slice_.num_source_tokens,
+  absl::StatusOr<std::byte*> rows = AllocateRows(memory->arena, slice_.num_output_rows(),
                                                  layer_->hidden_size, slice_.header.output_dtype);
   if (!rows.ok()) return rows.status();
   output_.arena = std::shared_ptr<StepArena>(memory, &memory->arena);
   output_.rows = *rows;
-  output_.num_rows = slice_.num_source_tokens;
+  output_.num_rows = slice_.num_output_rows();
   return absl::OkStatus();
 }
 

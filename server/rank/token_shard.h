@@ -20,7 +20,7 @@ struct TokenShard {
   std::vector<std::shared_ptr<const void>> owners;
 };
 
-// A rank's combined outputs, [num_source_tokens, hidden_size] in the step's
+// A rank's combined outputs, [StepSlice::num_output_rows(), hidden_size] in the step's
 // output dtype, in host memory of `arena`.
 struct ShardOutput {
   std::shared_ptr<StepArena> arena;

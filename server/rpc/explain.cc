@@ -81,7 +81,9 @@ class Explanation {
  private:
   void AddSlice(const StepSlice& slice) {
     v1::ExplainedRank* out = response_->mutable_ranks(slice.ep_rank);
-    out->set_num_source_tokens(out->num_source_tokens() + slice.num_source_tokens);
+    if (slice.header.strategy != DispatchMode::kDirect) {
+      out->set_num_source_tokens(out->num_source_tokens() + slice.num_source_tokens);
+    }
     const int64_t row_bytes = call_.model->hidden_size * DTypeBytes(call_.activation_dtype);
     const int64_t partial_bytes = call_.model->hidden_size * DTypeBytes(call_.combine_dtype);
     for (int32_t peer = 0; peer < slice.ep_size; ++peer) {
@@ -236,7 +238,8 @@ absl::StatusOr<v1::ExplainResponse> ExplainForward(const ExplainParams& params) 
       const int64_t end = std::min(shown, first + plan->shard_offsets[rank + 1]);
       for (int64_t token = first + plan->shard_offsets[rank]; token < end; ++token) {
         response.mutable_tokens(static_cast<int>(token))->set_step(num_steps);
-        response.mutable_tokens(static_cast<int>(token))->set_source_rank(rank);
+        response.mutable_tokens(static_cast<int>(token))
+            ->set_source_rank(plan->direct.has_value() ? -1 : rank);
       }
     }
     first += piece.num_tokens;

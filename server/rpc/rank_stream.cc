@@ -69,7 +69,7 @@ void RankStream::RunStep(StepSlice slice, TokenShard shard, absl::Time deadline,
     } else {
       PendingStep& pending = pending_[slice.header.step];
       pending.header = slice.header;
-      pending.num_rows = slice.num_source_tokens;
+      pending.num_rows = slice.num_output_rows();
       pending.hidden_size = hidden_size->second;
       pending.done = std::move(done);
       to_write_.push_back(*std::move(message));

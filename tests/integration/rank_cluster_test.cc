@@ -83,16 +83,29 @@ TEST(RankClusterTest, BytesAreThoseOfOneProcess) {
     SCOPED_TRACE(absl::StrCat(num_ranks, " ranks"));
     Oracle oracle(num_ranks);
     ASSERT_TRUE(oracle.ok());
-    const auto cluster = RankCluster::Start({.checkpoint = kCheckpoint, .ep_size = num_ranks});
+    const auto cluster = RankCluster::Start({.checkpoint = kCheckpoint,
+                                             .ep_size = num_ranks,
+                                             .control_args = {"--allow_dispatch_option"}});
     ASSERT_NE(cluster, nullptr);
     EXPECT_EQ(cluster->control().Health(""), "SERVING");
+    constexpr v1::DispatchMode kModes[] = {v1::DISPATCH_MODE_AUTO, v1::DISPATCH_MODE_ALL_TO_ALL,
+                                           v1::DISPATCH_MODE_ALLGATHER_REDUCESCATTER,
+                                           v1::DISPATCH_MODE_DIRECT};
     for (uint64_t seed = 0; seed < 40; ++seed) {
       SCOPED_TRACE(absl::StrCat("seed ", seed));
-      const v1::ForwardRequest request = RandomRequest(oracle.model, seed);
-      const CallOutcome outcome = cluster->control().Forward(request);
-      ASSERT_TRUE(outcome.ok()) << outcome;
-      ASSERT_EQ(outcome.response.output().data(), oracle.Answer(request));
-      EXPECT_EQ(outcome.response.served_by().ep_size(), num_ranks);
+      v1::ForwardRequest request = RandomRequest(oracle.model, seed);
+      const std::string answer = oracle.Answer(request);
+      for (const v1::DispatchMode mode : kModes) {
+        SCOPED_TRACE(v1::DispatchMode_Name(mode));
+        request.mutable_options()->set_dispatch(mode);
+        const CallOutcome outcome = cluster->control().Forward(request);
+        ASSERT_TRUE(outcome.ok()) << outcome;
+        ASSERT_EQ(outcome.response.output().data(), answer);
+        EXPECT_EQ(outcome.response.served_by().ep_size(), num_ranks);
+        if (mode != v1::DISPATCH_MODE_AUTO && outcome.response.output().shape(0) > 0) {
+          EXPECT_EQ(outcome.response.served_by().strategy(), mode);
+        }
+      }
     }
     ASSERT_FALSE(HasFailure());
   }

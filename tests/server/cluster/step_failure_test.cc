@@ -96,6 +96,26 @@ TEST_P(StepFailureTest, ABadSliceFailsTheWholeStepAndTheNextOneWorks) {
   }
 }
 
+TEST_P(StepFailureTest, ABadDirectStepFailsAndTheNextOneWorks) {
+  const std::vector<std::function<void(GroupStep&)>> spoils = {
+      [](GroupStep& step) { step.plan.slices[1].send_rows[0] = 1 << 20; },
+      [](GroupStep& step) { step.plan.slices[2].header.strategy = DispatchMode::kAllToAll; },
+      [](GroupStep& step) { step.shards[0].rows.pop_back(); },
+      [](GroupStep& step) { step.shards[0].rows.back().num_rows = 2; },
+      [](GroupStep& step) { step.shards[0].rows.back().data = nullptr; },
+  };
+  choices_.strategy = DispatchMode::kDirect;
+  ExpectWorks();
+  for (size_t i = 0; i < spoils.size(); ++i) {
+    SCOPED_TRACE("case " + std::to_string(i));
+    GroupStep step = Step();
+    spoils[i](step);
+    const absl::Status status = Run(std::move(step));
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    ExpectWorks();
+  }
+}
+
 TEST_P(StepFailureTest, SlicesThatDisagreeAreFound) {
   // Each is consistent in itself, but rank 1's is of another plan.
   GroupStep step = Step();
@@ -140,27 +160,31 @@ TEST_P(StepFailureTest, WrongNumberOfParts) {
 
 // Wherever in the step the memory ends, the step fails as a whole and nothing is left behind.
 TEST_P(StepFailureTest, OutOfMemoryAtAnyPoint) {
-  bool succeeded = false;
-  int64_t num_failures = 0;
-  for (int64_t num_allocations = 0; !succeeded; ++num_allocations) {
-    SCOPED_TRACE(std::to_string(num_allocations) + " allocations");
-    ASSERT_LT(num_allocations, 100);
-    // A group of its own, whose arenas hold nothing yet. Chunks are never reused by another step.
-    LocalExpertGroupOptions options;
-    options.num_ranks = 3;
-    options.allocator = memory_;
-    group_ = LoadGroup(moe_, options);
-    memory_->Leave(num_allocations);
-    const absl::Status status = Run(Step());
-    memory_->Leave(int64_t{1} << 60);
-    succeeded = status.ok();
-    if (!succeeded) {
-      ++num_failures;
-      EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  for (const DispatchMode strategy : {DispatchMode::kAllToAll, DispatchMode::kDirect}) {
+    SCOPED_TRACE(DispatchModeName(strategy));
+    choices_.strategy = strategy;
+    bool succeeded = false;
+    int64_t num_failures = 0;
+    for (int64_t num_allocations = 0; !succeeded; ++num_allocations) {
+      SCOPED_TRACE(std::to_string(num_allocations) + " allocations");
+      ASSERT_LT(num_allocations, 100);
+      // A group of its own, whose arenas hold nothing yet. Chunks are never reused by another step.
+      LocalExpertGroupOptions options;
+      options.num_ranks = 3;
+      options.allocator = memory_;
+      group_ = LoadGroup(moe_, options);
+      memory_->Leave(num_allocations);
+      const absl::Status status = Run(Step());
+      memory_->Leave(int64_t{1} << 60);
+      succeeded = status.ok();
+      if (!succeeded) {
+        ++num_failures;
+        EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+      }
+      ExpectWorks();
     }
-    ExpectWorks();
+    EXPECT_GE(num_failures, 3);  // an output and an arena for each rank
   }
-  EXPECT_GE(num_failures, 3);  // an output and an arena for each rank
 }
 
 INSTANTIATE_TEST_SUITE_P(All, StepFailureTest, ::testing::Bool(), [](const auto& test) {

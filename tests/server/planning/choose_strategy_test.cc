@@ -14,10 +14,10 @@ TEST(ChooseStrategyTest, Table) {
   for (const int32_t ep_size : {1, 2, 7}) {
     EXPECT_EQ(*ChooseStrategy(DispatchMode::kAllGatherReduceScatter, ep_size),
               DispatchMode::kAllGatherReduceScatter);
+    EXPECT_EQ(*ChooseStrategy(DispatchMode::kDirect, ep_size), DispatchMode::kDirect);
   }
-  for (const auto& [mode, ep_size] : {std::pair{DispatchMode::kPassthrough, 2},
-                                      {DispatchMode::kDirect, 1},
-                                      {static_cast<DispatchMode>(99), 1}}) {
+  for (const auto& [mode, ep_size] :
+       {std::pair{DispatchMode::kPassthrough, 2}, {static_cast<DispatchMode>(99), 1}}) {
     EXPECT_EQ(ChooseStrategy(mode, ep_size).status().code(), absl::StatusCode::kInvalidArgument);
   }
 }

@@ -149,6 +149,59 @@ TEST_P(PlanStepRandomTest, IsTheReferencePlan) {
   }
 }
 
+// The control plane is the source: what all_to_all would make rank 0 send and sum if it held every
+// token; ranks do on their own rows what they would do for it.
+TEST_P(PlanStepRandomTest, DirectHasOneSource) {
+  const auto [ep_size, combine, weight_on_input] = GetParam();
+  for (uint64_t seed = 1; seed <= 20 && !HasFailure(); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const auto num_experts = static_cast<int32_t>(1 + random() % 40);
+    const auto num_tokens = static_cast<int64_t>(seed == 1 ? 0 : random() % 40);
+    const RandomRouting routing = MakeRandomRouting(random, num_tokens, 5, num_experts);
+    const std::vector<RoutingSegment> segments = CutIntoSegments(random, routing);
+    const Placement placement = MakeRandomPlacement(random, num_experts, ep_size);
+    StepPlanParams params;
+    params.header = MakeHeader(DispatchMode::kDirect, combine, weight_on_input);
+    params.segments = segments;
+    params.placement = &placement;
+    const absl::StatusOr<StepPlan> plan = PlanStep(params);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    std::vector<int64_t> shard_sizes(ep_size, 0);
+    shard_sizes[0] = num_tokens;
+    params.shard_sizes = shard_sizes;
+    params.header.strategy = DispatchMode::kAllToAll;
+    const StepPlan expected = ReferencePlan(params);
+
+    EXPECT_EQ(plan->shard_offsets, expected.shard_offsets);
+    EXPECT_EQ(plan->tokens_per_expert, expected.tokens_per_expert);
+    ASSERT_TRUE(plan->direct.has_value());
+    EXPECT_EQ(plan->direct->output_dtype, params.header.output_dtype);
+    const StepSlice& source = expected.slices[0];
+    EXPECT_EQ(plan->direct->send_counts, source.send_counts);
+    EXPECT_EQ(plan->direct->send_rows, source.send_rows);
+    EXPECT_EQ(plan->direct->return_counts, source.return_recv_counts);
+    EXPECT_EQ(plan->direct->sum_offsets, source.sum_offsets);
+    EXPECT_EQ(plan->direct->sum_rows, source.sum_rows);
+    EXPECT_EQ(plan->direct->sum_weights, source.sum_weights);
+    for (int32_t rank = 0; rank < ep_size; ++rank) {
+      SCOPED_TRACE("rank " + std::to_string(rank));
+      const StepSlice& slice = plan->slices[rank];
+      EXPECT_EQ(slice.header.strategy, DispatchMode::kDirect);
+      EXPECT_EQ(slice.header.output_dtype, params.header.combine_dtype);
+      EXPECT_EQ(slice.num_source_tokens, source.send_counts[rank]);
+      EXPECT_EQ(slice.num_output_rows(), source.return_recv_counts[rank]);
+      EXPECT_EQ(slice.pair_offsets, expected.slices[rank].pair_offsets);
+      EXPECT_EQ(slice.pair_local_expert, expected.slices[rank].pair_local_expert);
+      EXPECT_EQ(slice.pair_k, expected.slices[rank].pair_k);
+      EXPECT_EQ(slice.pair_weights, expected.slices[rank].pair_weights);
+      const auto num_local = static_cast<int32_t>(placement.local_experts(rank).size());
+      const absl::Status checked = CheckSlice(slice, rank, ep_size, num_local);
+      EXPECT_TRUE(checked.ok()) << checked;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Sizes, PlanStepRandomTest,
                          ::testing::Combine(::testing::Values(1, 2, 3, 4, 7, 63, 64, 65, 130),
                                             ::testing::Values(CombineMode::kSum,
@@ -249,7 +302,8 @@ TEST_F(SmallPlanTest, SayWhatIsWrong) {
   params.header.strategy = DispatchMode::kPassthrough;
   EXPECT_THAT(error(), HasSubstr("passthrough"));
   params.header.strategy = DispatchMode::kDirect;
-  EXPECT_THAT(error(), HasSubstr("direct"));
+  params.header.include_shared_experts = true;
+  EXPECT_THAT(error(), HasSubstr("include_shared_experts"));
 }
 
 TEST(CountTokensThatFitTest, StopsAtTokensOrAtTheFullestRank) {

@@ -120,15 +120,54 @@ TEST(SliceCheckTest, RefusesGatherThatIsInconsistent) {
   }
 }
 
+TEST(SliceCheckTest, RefusesDirectThatIsInconsistent) {
+  const int64_t far = 1 << 20;
+  const std::vector<std::pair<std::string, std::function<void(StepSlice&)>>> cases = {
+      {"recv_counts",
+       [](StepSlice& s) {
+         s.send_counts[0] = 1;
+         s.send_rows.push_back(0);
+       }},
+      {"return_recv_counts", [](StepSlice& s) { s.return_recv_counts[2] = 1; }},
+      {"send_counts", [=](StepSlice& s) { s.return_recv_counts[kRank] = far; }},
+      {"send_rows", [=](StepSlice& s) { s.send_rows[0] = far; }},
+      {"output_dtype", [](StepSlice& s) { s.header.output_dtype = DType::kFloat32; }},
+      {"include_shared_experts", [](StepSlice& s) { s.header.include_shared_experts = true; }},
+      {"sum_offsets", [](StepSlice& s) { s.sum_offsets = {0}; }},
+      {"sum_rows", [](StepSlice& s) { s.sum_rows = {0}; }},
+      {"sum_weights", [](StepSlice& s) { s.sum_weights = {1}; }},
+      {"gather_counts",
+       [](StepSlice& s) {
+         s.gather_counts = {0, 0, 0};
+       }},
+  };
+  for (const CombineMode combine : {CombineMode::kSum, CombineMode::kPerExpert}) {
+    const StepSlice good = GoodSlice(combine, DispatchMode::kDirect);
+    ASSERT_TRUE(Check(good).ok()) << Check(good);
+    for (size_t i = 0; i < cases.size(); ++i) {
+      SCOPED_TRACE("case " + std::to_string(i));
+      StepSlice slice = good;
+      cases[i].second(slice);
+      const absl::Status status = Check(slice);
+      EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+      EXPECT_THAT(std::string(status.message()), HasSubstr(cases[i].first));
+    }
+    StepSlice other = GoodSlice(combine, DispatchMode::kAllToAll);
+    other.header.strategy = DispatchMode::kDirect;
+    EXPECT_FALSE(Check(other).ok()) << "its rows would never come";
+  }
+}
+
 // With any array entry replaced by anything, the check itself stays within bounds (the sanitizer
 // builds would tell).
 TEST(SliceCheckTest, SurvivesRandomDamage) {
   for (uint64_t seed = 1; seed <= 500; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937_64 random(seed);
-    StepSlice slice =
-        GoodSlice(seed % 2 == 0 ? CombineMode::kSum : CombineMode::kPerExpert,
-                  seed % 4 < 2 ? DispatchMode::kAllToAll : DispatchMode::kAllGatherReduceScatter);
+    StepSlice slice = GoodSlice(seed % 2 == 0 ? CombineMode::kSum : CombineMode::kPerExpert,
+                                seed % 3 == 0   ? DispatchMode::kDirect
+                                : seed % 3 == 1 ? DispatchMode::kAllToAll
+                                                : DispatchMode::kAllGatherReduceScatter);
     const std::vector<std::vector<int64_t>*> wide = {&slice.send_counts,
                                                      &slice.recv_counts,
                                                      &slice.pair_offsets,
@@ -137,6 +176,7 @@ TEST(SliceCheckTest, SurvivesRandomDamage) {
                                                      &slice.sum_offsets,
                                                      &slice.sum_rows};
     std::vector<int64_t>& array = *wide[random() % wide.size()];
+    if (array.empty()) array.resize(1);
     const size_t index = random() % array.size();
     switch (random() % 3) {
       case 0:

@@ -54,15 +54,17 @@ struct Example {
     params.header.step = random();
     params.header.model = "a model";
     params.header.layer = 17;
-    params.header.strategy = seed % 3 == 0 ? DispatchMode::kAllGatherReduceScatter
-                             : ep_size > 1 ? DispatchMode::kAllToAll
-                                           : DispatchMode::kPassthrough;
+    params.header.strategy = seed % 3 == 0   ? DispatchMode::kAllGatherReduceScatter
+                             : seed % 3 == 1 ? DispatchMode::kDirect
+                             : ep_size > 1   ? DispatchMode::kAllToAll
+                                             : DispatchMode::kPassthrough;
     params.header.combine = combine;
     params.header.activation_dtype = DType::kBFloat16;
     params.header.combine_dtype = DType::kFloat32;
     params.header.output_dtype = DType::kFloat16;
     params.header.apply_router_weight_on_input = random() % 2 == 0;
-    params.header.include_shared_experts = random() % 2 == 0;
+    params.header.include_shared_experts =
+        random() % 2 == 0 && params.header.strategy != DispatchMode::kDirect;
     params.segments = segments;
     params.placement = &placement;
     const absl::StatusOr<StepPlan> plan = PlanStep(params);
