@@ -9,13 +9,18 @@
 namespace expertmesh {
 namespace {
 
-// Payload and output: what the call makes the server hold.
+// Payload, output and what a router chooses: what the call makes the server hold.
 int64_t CallBytes(const ForwardCall& call) {
   std::optional<int64_t> bytes =
       CheckedSizeProduct({call.num_tokens, call.model->hidden_size, DTypeBytes(call.output_dtype)});
   for (const Buffer* buffer :
        {&call.hidden_states, &call.topk_ids, &call.topk_weights, &call.router_logits}) {
     if (bytes.has_value()) bytes = CheckedAdd(*bytes, buffer->size_bytes());
+  }
+  if (call.routing != RoutingKind::kTopK) {
+    constexpr int64_t kPairBytes = sizeof(int32_t) + sizeof(float);
+    const auto routed = CheckedSizeProduct({call.num_tokens, call.layer->topk, kPairBytes});
+    if (bytes.has_value() && routed.has_value()) bytes = CheckedAdd(*bytes, *routed);
   }
   return bytes.value_or(std::numeric_limits<int64_t>::max());
 }

@@ -260,19 +260,24 @@ StepOutcome StepController::RunStep(const StepBatch& batch, StepRecord& record) 
 }
 
 void StepController::RouteBatch(StepBatch& batch, StepRecord& record, Aftermath& after) {
+  // Others wait for the run token: what the step cannot take is not routed now.
+  int64_t num_tokens_left = options_.max_step_tokens;
   std::vector<StepPiece> routed;
   routed.reserve(batch.pieces.size());
   for (StepPiece& piece : batch.pieces) {
     PendingCall& call = *piece.call;
-    if (!call.is_routed) {
-      absl::Status status = runner_.Route(call);
+    if (!batch.is_assigned) {
+      piece.num_tokens = std::min(piece.num_tokens, num_tokens_left);
+      const int64_t micros_before = call.result.timings.route_micros;
+      absl::Status status = runner_.Route(call, piece.first_token + piece.num_tokens);
       if (!status.ok()) {
         std::lock_guard<std::mutex> lock(mutex_);
         Complete(piece.call, std::move(status), after);
         Unpin(piece.call, after);
         continue;
       }
-      record.route_micros += call.result.timings.route_micros;
+      record.route_micros += call.result.timings.route_micros - micros_before;
+      num_tokens_left -= piece.num_tokens;
     }
     routed.push_back(std::move(piece));
   }

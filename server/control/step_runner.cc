@@ -1,6 +1,8 @@
 #include "server/control/step_runner.h"
 
 #include <chrono>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -47,6 +49,15 @@ absl::Status PlanError(const absl::Status& status) {
   return CallError(ErrorReason::kInvalidField, status.message(), {.field = "options.dispatch"});
 }
 
+// Routers number the tokens that they were given.
+absl::Status CountedFrom(int64_t first_token, absl::Status status) {
+  std::optional<CallErrorDetails> details = GetCallErrorDetails(status);
+  if (first_token == 0 || !details.has_value()) return status;
+  const std::string from = absl::StrCat(", counted from token ", first_token);
+  details->value += from;
+  return CallError(details->reason, absl::StrCat(status.message(), from), *details);
+}
+
 }  // namespace
 
 int64_t CountPairs(absl::Span<const StepPiece> pieces) {
@@ -59,15 +70,18 @@ int64_t CountPairs(absl::Span<const StepPiece> pieces) {
   return pairs;
 }
 
-absl::Status StepRunner::Route(PendingCall& pending) const {
+absl::Status StepRunner::Route(PendingCall& pending, int64_t num_tokens) const {
   const ForwardCall& call = *pending.call;
   if (call.routing == RoutingKind::kTopK) {
     pending.topk = call.topk;
     pending.topk_ids = reinterpret_cast<const int32_t*>(call.topk_ids.data());
     pending.topk_weights = reinterpret_cast<const float*>(call.topk_weights.data());
-    pending.is_routed = true;
+    pending.num_routed_tokens = call.num_tokens;
     return absl::OkStatus();
   }
+  const int64_t first = pending.num_routed_tokens;
+  if (first >= num_tokens) return absl::OkStatus();
+  const int64_t count = num_tokens - first;
   const Router* router =
       routers_ == nullptr ? nullptr : routers_->Find(call.model->name, call.layer->index);
   if (router == nullptr) {
@@ -79,21 +93,25 @@ absl::Status StepRunner::Route(PendingCall& pending) const {
   pending.topk = call.layer->topk;
   pending.routed_ids.resize(call.num_tokens * pending.topk);
   pending.routed_weights.resize(pending.routed_ids.size());
-  const absl::Span<int32_t> ids = absl::MakeSpan(pending.routed_ids);
-  const absl::Span<float> weights = absl::MakeSpan(pending.routed_weights);
+  const absl::Span<int32_t> ids =
+      absl::MakeSpan(pending.routed_ids).subspan(first * pending.topk, count * pending.topk);
+  const absl::Span<float> weights =
+      absl::MakeSpan(pending.routed_weights).subspan(first * pending.topk, count * pending.topk);
   absl::Status status;
   if (call.routing == RoutingKind::kRouterLogits) {
-    status = router->RouteLogits(call.router_logits.data(), call.router_logits_dtype,
-                                 call.num_tokens, ids, weights);
+    const int64_t row_bytes = call.router_logits.size_bytes() / call.num_tokens;
+    status = router->RouteLogits(call.router_logits.data() + first * row_bytes,
+                                 call.router_logits_dtype, count, ids, weights);
   } else {
-    const RowSpan rows = {call.hidden_states.data(), call.num_tokens};
+    const int64_t row_bytes = call.model->hidden_size * DTypeBytes(call.activation_dtype);
+    const RowSpan rows = {call.hidden_states.data() + first * row_bytes, count};
     status = router->RouteHidden({&rows, 1}, call.activation_dtype, ids, weights);
   }
-  if (!status.ok()) return status;
+  if (!status.ok()) return CountedFrom(first, std::move(status));
   pending.topk_ids = pending.routed_ids.data();
   pending.topk_weights = pending.routed_weights.data();
-  pending.result.timings.route_micros = stopwatch.Micros();
-  pending.is_routed = true;
+  pending.result.timings.route_micros += stopwatch.Micros();
+  pending.num_routed_tokens = num_tokens;
   return absl::OkStatus();
 }
 

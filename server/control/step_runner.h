@@ -38,8 +38,9 @@ class StepRunner {
              int64_t max_shared_output_bytes)
       : group_(group), routers_(routers), clock_(clock), held_outputs_(max_shared_output_bytes) {}
 
-  // Fills the call's topk_ids and topk_weights, once. Errors are the call's own.
-  absl::Status Route(PendingCall& call) const;
+  // Fills the call's topk_ids and topk_weights of its first `num_tokens` tokens, where that has not
+  // been done. Errors are the call's own.
+  absl::Status Route(PendingCall& call, int64_t num_tokens) const;
 
   // How many of the pieces' first tokens fit one step.
   int64_t CountFittingTokens(absl::Span<const StepPiece> pieces, const StepLimits& limits) const;

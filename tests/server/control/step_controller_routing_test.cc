@@ -78,6 +78,57 @@ TEST_F(StepControllerRoutingTest, BadLogitsFailTheirCallAlone) {
   ExpectNothingInFlight();
 }
 
+// Routing all of a long call at once would hold up the others: the error in its last token is met
+// only when that has its turn.
+TEST_F(StepControllerRoutingTest, ALongCallIsRoutedStepByStep) {
+  options.max_step_tokens = 4;
+  for (const bool bad : {false, true}) {
+    Start();
+    TestCall call = MakeRouted(RoutingKind::kRouterLogits);
+    TestCall rows = MakeCall({.num_tokens = 20});
+    rows.call->router_logits = *group.pool()->Allocate(20 * 24);
+    std::vector<float> expected;
+    for (int i = 0; i < 10; ++i) {
+      std::memcpy(rows.call->router_logits.data() + i * 48, call.call->router_logits.data(), 48);
+      std::memcpy(rows.call->hidden_states.data() + i * 64, call.call->hidden_states.data(), 64);
+      expected.insert(expected.end(), call.expected.begin(), call.expected.end());
+    }
+    call.expected = expected;
+    if (bad) {
+      const float nan = std::nanf("");
+      std::memcpy(rows.call->router_logits.data() + 19 * 24, &nan, sizeof(nan));
+    }
+    call.call->num_tokens = 20;
+    call.call->router_logits = std::move(rows.call->router_logits);
+    call.call->hidden_states = std::move(rows.call->hidden_states);
+    const size_t steps_before = group.seen().size();
+    Submit(call);
+    if (bad) {
+      const absl::Status status = call.answer->Wait().status();
+      EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+      EXPECT_EQ(GetCallErrorDetails(status)->value,
+                "NaN at token 3, expert 0, counted from token 16");
+      EXPECT_EQ(group.seen().size() - steps_before, 4u);
+    } else {
+      ExpectExact(call);
+      EXPECT_EQ(group.seen().size() - steps_before, 5u);
+    }
+    ExpectNothingInFlight();
+  }
+}
+
+TEST_F(StepControllerRoutingTest, WhatTheRouterChoosesIsCounted) {
+  Start();
+  TestCall blocker = SubmitBlocker();
+  const int64_t before = controller->Snapshot().bytes_in_flight;
+  TestCall call = MakeRouted(RoutingKind::kServerGate);
+  Submit(call);
+  // Two rows of eight floats in and out, and two pairs each.
+  EXPECT_EQ(controller->Snapshot().bytes_in_flight - before, 2 * 2 * 32 + 2 * 2 * 8);
+  gate.Open();
+  ExpectExact(call);
+}
+
 TEST_F(StepControllerRoutingTest, WithoutRouterOnlyGivenTopKIsServed) {
   Start();
   TestCall call = MakeRouted(RoutingKind::kServerGate);
