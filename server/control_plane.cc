@@ -225,6 +225,7 @@ void ControlPlane::Impl::MakeValidator() {
   ForwardLimits limits;
   limits.max_request_tokens = options.controller.limits.max_tokens_in_flight;
   limits.allow_dispatch_option = options.allow_dispatch_option;
+  limits.dispatch = options.dispatch;
   limits.activation_dtypes = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
   if (group->ep_size() == 1) limits.strategies.push_back(DispatchMode::kPassthrough);
   limits.strategies.push_back(DispatchMode::kAllToAll);

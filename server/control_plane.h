@@ -24,7 +24,8 @@ struct ControlPlaneOptions {
   std::string port_file;       // gets the gRPC port's number; empty: none
   absl::Duration drain_timeout = absl::Seconds(30);
   bool allow_dispatch_option = false;
-  bool allow_admin = false;  // AdminService on the public listener
+  DispatchMode dispatch = DispatchMode::kAuto;  // of requests that do not choose
+  bool allow_admin = false;                     // AdminService on the public listener
   ForwardStreamLimits streams;
   bool progress_on_terminal = false;
   LocalExpertGroupOptions group;

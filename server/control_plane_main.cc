@@ -15,6 +15,7 @@
 #include "server/ops/command_line.h"
 #include "server/ops/logging.h"
 #include "server/ops/stop_signals.h"
+#include "server/planning/choose_strategy.h"
 
 using expertmesh::ByteSize;
 
@@ -78,6 +79,9 @@ ABSL_FLAG(absl::Duration, drain_timeout, absl::Seconds(30),
           "After SIGTERM: time for admitted calls to end.");
 ABSL_FLAG(int, threads, 0, "Threads of all ranks together; 0: one for each core.");
 ABSL_FLAG(std::string, isa, "auto", "CPU kernels: auto, portable, avx2, avx512_bf16.");
+ABSL_FLAG(std::string, dispatch, "auto",
+          "How rows get to their experts: auto, passthrough (one rank), all_to_all, "
+          "allgather_reducescatter, direct. No byte of a result depends on it.");
 ABSL_FLAG(bool, allow_dispatch_option, false,
           "Lets requests choose the dispatch strategy (options.dispatch); for debugging.");
 ABSL_FLAG(bool, allow_admin, false,
@@ -94,6 +98,20 @@ constexpr char kUsage[] =
     "usage: expertmesh-control-plane --checkpoint=DIR [--local_ranks=N | --ep_size=N "
     "--rank_listen=HOST:PORT] [flags]\n"
     "Serves the experts of a Mixture-of-Experts checkpoint over gRPC.\n\nflags:\n";
+
+// A strategy that `ep_size` ranks can run.
+absl::StatusOr<DispatchMode> ParseDispatchFlag(const std::string& name, int32_t ep_size) {
+  std::string known;
+  for (const DispatchMode mode :
+       {DispatchMode::kAuto, DispatchMode::kPassthrough, DispatchMode::kAllToAll,
+        DispatchMode::kAllGatherReduceScatter, DispatchMode::kDirect}) {
+    if (!ChooseStrategy(mode, {.ep_size = ep_size}).ok()) continue;
+    if (name == DispatchModeName(mode)) return mode;
+    absl::StrAppend(&known, known.empty() ? "" : ", ", DispatchModeName(mode));
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("--dispatch is '", name, "'; with ", ep_size, " ranks: ", known));
+}
 
 // Once; everything that is wrong with a flag is found here.
 absl::StatusOr<ControlPlaneOptions> ReadFlags() {
@@ -142,6 +160,11 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
   options.group.num_ranks = absl::GetFlag(FLAGS_local_ranks);
   options.group.num_threads = absl::GetFlag(FLAGS_threads);
   options.group.isa = *isa;
+  absl::StatusOr<DispatchMode> dispatch = ParseDispatchFlag(
+      absl::GetFlag(FLAGS_dispatch),
+      options.ranks.ep_size > 0 ? options.ranks.ep_size : options.group.num_ranks);
+  if (!dispatch.ok()) return dispatch.status();
+  options.dispatch = *dispatch;
 
   options.controller.limits.max_bytes_in_flight = absl::GetFlag(FLAGS_max_inflight_bytes).bytes;
   options.controller.limits.max_tokens_in_flight = absl::GetFlag(FLAGS_max_inflight_tokens);

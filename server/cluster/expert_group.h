@@ -30,6 +30,8 @@ class ExpertGroup {
  public:
   virtual ~ExpertGroup() = default;
   virtual int32_t ep_size() const = 0;
+  // Its ranks are other processes, reached over a link.
+  virtual bool is_remote() const { return false; }
   // Random per control-plane process; epoch 0: there is none yet.
   virtual uint64_t incarnation() const = 0;
   virtual uint64_t epoch() const = 0;

@@ -57,6 +57,7 @@ class RemoteExpertGroup : public ExpertGroup {
   void SetEpochListener(std::function<void(uint64_t epoch)> listener);
 
   int32_t ep_size() const override { return options_.ep_size; }
+  bool is_remote() const override { return true; }
   uint64_t incarnation() const override { return incarnation_; }
   uint64_t epoch() const override { return epoch_.load(std::memory_order_acquire); }
   const Placement* placement(std::string_view model, int32_t layer) const override;

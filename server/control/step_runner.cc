@@ -170,8 +170,11 @@ StepOutcome StepRunner::Run(const StepBatch& batch, bool on_caller, absl::Durati
   }
   const Stopwatch plan_stopwatch;
   const std::vector<RoutingSegment> segments = Segments(batch.pieces);
-  absl::StatusOr<StepPlan> plan =
-      PlanStep({.header = header, .segments = segments, .placement = placement});
+  absl::StatusOr<StepPlan> plan = PlanStep({.header = header,
+                                            .segments = segments,
+                                            .placement = placement,
+                                            .hidden_size = key.model->hidden_size,
+                                            .remote_ranks = group_->is_remote()});
   if (!plan.ok()) return fail(PlanError(plan.status()), false);
   record.plan_micros = plan_stopwatch.Micros();
   const std::vector<int64_t> shard_offsets = plan->shard_offsets;

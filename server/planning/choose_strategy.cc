@@ -1,23 +1,63 @@
 #include "server/planning/choose_strategy.h"
 
+#include <algorithm>
+#include <optional>
+
+#include "kernels/base/checked_math.h"
 #include "server/ops/call_error.h"
 
 namespace expertmesh {
+namespace {
 
-absl::StatusOr<DispatchMode> ChooseStrategy(DispatchMode requested, int32_t ep_size) {
+constexpr char kAskedFor[] = "asked for by options.dispatch or --dispatch";
+
+StrategyChoice ChooseFreely(const StepTraffic& traffic) {
+  if (traffic.ep_size == 1) {
+    return {DispatchMode::kPassthrough, "one rank owns every expert, so no row has to travel"};
+  }
+  if (!traffic.remote_ranks) {
+    return {DispatchMode::kAllToAll,
+            "ranks in one process: each row goes once to each rank that owns one of its experts"};
+  }
+  if (traffic.include_shared_experts) {
+    return {DispatchMode::kAllToAll,
+            "shared experts run on a token's source rank; each row goes once to each rank that "
+            "owns one of its experts"};
+  }
+  const std::optional<int64_t> bytes = CheckedSizeProduct(
+      {traffic.num_tokens, std::min(traffic.topk, traffic.ep_size), traffic.bytes_per_row});
+  if (bytes && *bytes <= kMaxDirectBytes) {
+    return {DispatchMode::kDirect,
+            "few bytes: the control plane sends the rows itself, which saves two exchanges among "
+            "the ranks"};
+  }
+  return {DispatchMode::kAllToAll,
+          "too many bytes to go through the control plane: each row goes once to each rank that "
+          "owns one of its experts"};
+}
+
+}  // namespace
+
+absl::StatusOr<StrategyChoice> ChooseStrategy(DispatchMode requested, const StepTraffic& traffic) {
   switch (requested) {
     case DispatchMode::kAuto:
-      return ep_size == 1 ? DispatchMode::kPassthrough : DispatchMode::kAllToAll;
+      return ChooseFreely(traffic);
     case DispatchMode::kPassthrough:
-      if (ep_size == 1) return requested;
-      break;
+      if (traffic.ep_size > 1) break;
+      return StrategyChoice{requested, kAskedFor};
+    case DispatchMode::kDirect:
+      if (traffic.include_shared_experts) {
+        return InvalidFieldError("options.dispatch", DispatchModeName(requested),
+                                 "another strategy with include_shared_experts: those run on a "
+                                 "token's source, which here is no rank");
+      }
+      return StrategyChoice{requested, kAskedFor};
     case DispatchMode::kAllToAll:
     case DispatchMode::kAllGatherReduceScatter:
-    case DispatchMode::kDirect:
-      return requested;
+      return StrategyChoice{requested, kAskedFor};
   }
   return InvalidFieldError("options.dispatch", DispatchModeName(requested),
-                           ep_size == 1
+                           traffic.ep_size == 1
                                ? "auto, passthrough, all_to_all, allgather_reducescatter or direct"
                                : "auto, all_to_all, allgather_reducescatter or direct where "
                                  "experts are on several ranks");

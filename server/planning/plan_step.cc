@@ -4,13 +4,15 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "server/ops/call_error.h"
 #include "server/planning/choose_strategy.h"
 #include "server/planning/direct_plan.h"
 #include "server/planning/step_plan.h"
 
 namespace expertmesh {
 namespace {
+
+// Token indices are int32 and GatherRows counts source and received rows in one index.
+constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max() / 2;
 
 // Part of one segment that lies in one source rank's shard.
 struct Piece {
@@ -141,8 +143,6 @@ class Planner {
 };
 
 absl::Status Planner::CutShards() {
-  // Token indices are int32 and GatherRows counts source and received rows in one index.
-  constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max() / 2;
   int64_t num_tokens = 0;
   for (const RoutingSegment& segment : params_.segments) {
     if (segment.num_tokens < 0 || segment.num_tokens > kMaxTokens - num_tokens) {
@@ -376,25 +376,34 @@ void Planner::FillPiece(const Piece& piece, absl::Span<OwnerCursor> cursors, Own
   }
 }
 
+StepTraffic Traffic(const StepPlanParams& params) {
+  StepTraffic traffic;
+  traffic.ep_size = params.placement->ep_size();
+  traffic.remote_ranks = params.remote_ranks;
+  traffic.include_shared_experts = params.header.include_shared_experts;
+  for (const RoutingSegment& segment : params.segments) {
+    traffic.num_tokens += std::max<int64_t>(0, std::min(segment.num_tokens, kMaxTokens));
+    traffic.topk = std::max(traffic.topk, segment.topk);
+  }
+  traffic.bytes_per_row = params.hidden_size * (DTypeBytes(params.header.activation_dtype) +
+                                                DTypeBytes(params.header.combine_dtype));
+  return traffic;
+}
+
 }  // namespace
 
 absl::StatusOr<StepPlan> PlanStep(const StepPlanParams& params) {
   if (params.placement == nullptr) return absl::InvalidArgumentError("placement: missing");
-  absl::StatusOr<DispatchMode> strategy =
-      ChooseStrategy(params.header.strategy, params.placement->ep_size());
-  if (!strategy.ok()) return strategy.status();
-  if (*strategy == DispatchMode::kDirect && params.header.include_shared_experts) {
-    return InvalidFieldError("options.dispatch", DispatchModeName(*strategy),
-                             "another strategy with include_shared_experts: those run on a "
-                             "token's source, which here is no rank");
-  }
-  Planner planner(params, *strategy);
+  absl::StatusOr<StrategyChoice> choice = ChooseStrategy(params.header.strategy, Traffic(params));
+  if (!choice.ok()) return choice.status();
+  Planner planner(params, choice->mode);
   if (absl::Status status = planner.CutShards(); !status.ok()) return status;
   if (absl::Status status = planner.Count(); !status.ok()) return status;
   planner.Allocate();
   planner.Fill();
   StepPlan plan = planner.TakePlan();
-  if (*strategy == DispatchMode::kDirect) MakePlanDirect(plan);
+  plan.strategy_reason = choice->reason;
+  if (choice->mode == DispatchMode::kDirect) MakePlanDirect(plan);
   return plan;
 }
 

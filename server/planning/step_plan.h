@@ -125,6 +125,7 @@ struct StepPlan {
   std::vector<int64_t> tokens_per_expert;  // [num_experts] (token, k) pairs, for
                                            // Stats and metrics
   std::optional<DirectSource> direct;      // kDirect alone
+  const char *strategy_reason = "";        // why this strategy; lives for ever
 };
 
 struct StepPlanParams {
@@ -134,6 +135,9 @@ struct StepPlanParams {
   // [ep_size] or empty: tokens per source rank; empty means shards as equal as
   // possible, the first ones larger. kDirect has no use for them.
   absl::Span<const int64_t> shard_sizes;
+  // For kAuto's choice.
+  int64_t hidden_size = 0;
+  bool remote_ranks = false;
 };
 
 // Pure; the same input gives the same plan. Resolves kAuto. INVALID_ARGUMENT

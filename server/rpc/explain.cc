@@ -112,13 +112,6 @@ class Explanation {
   std::vector<std::set<int32_t>> active_;
 };
 
-std::string StrategyReason(const ForwardCall& call, int32_t ep_size) {
-  if (call.dispatch != DispatchMode::kAuto) return "asked for by options.dispatch";
-  if (ep_size == 1) return "one rank owns every expert, so no row has to travel";
-  return absl::StrCat(ep_size,
-                      " ranks: each row goes once to each rank that owns one of its experts");
-}
-
 void AddWarnings(const ValidForward& forward, v1::ExplainResponse* response) {
   const ForwardCall& call = *forward.call;
   if (response->num_steps() > 1) {
@@ -194,7 +187,6 @@ absl::StatusOr<v1::ExplainResponse> ExplainForward(const ExplainParams& params) 
   response.set_topk(call.topk);
   response.set_ep_size(placement.ep_size());
   response.set_epoch(params.epoch);
-  response.set_strategy_reason(StrategyReason(call, placement.ep_size()));
   const int64_t shown = std::min<int64_t>(
       call.num_tokens,
       params.max_tokens == 0 ? kDefaultTokens : std::min(params.max_tokens, kMostTokens));
@@ -214,6 +206,8 @@ absl::StatusOr<v1::ExplainResponse> ExplainForward(const ExplainParams& params) 
   plan_params.header.apply_router_weight_on_input = call.apply_router_weight_on_input;
   plan_params.header.include_shared_experts = call.include_shared_experts;
   plan_params.placement = &placement;
+  plan_params.hidden_size = call.model->hidden_size;
+  plan_params.remote_ranks = params.remote_ranks;
   Explanation explanation(params, &response);
   int32_t num_steps = 0;
   for (int64_t first = 0; first < call.num_tokens || num_steps == 0; ++num_steps) {
@@ -233,6 +227,7 @@ absl::StatusOr<v1::ExplainResponse> ExplainForward(const ExplainParams& params) 
     }
     if (num_steps == 0) {
       response.set_strategy(DispatchModeToWire(plan->slices.front().header.strategy));
+      response.set_strategy_reason(plan->strategy_reason);
     }
     for (int32_t rank = 0; rank < placement.ep_size(); ++rank) {
       const int64_t end = std::min(shown, first + plan->shard_offsets[rank + 1]);

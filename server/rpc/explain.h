@@ -31,6 +31,7 @@ struct ExplainParams {
   // As control/ splits requests.
   int64_t max_step_tokens = 0;
   int64_t max_rank_pairs = 0;
+  bool remote_ranks = false;
 };
 
 // Routes and plans as control/ would for this request alone, and runs nothing. Takes the time of

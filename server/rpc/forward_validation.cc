@@ -69,7 +69,7 @@ absl::StatusOr<CombineMode> ToCombineMode(v1::Combine wire) {
 
 absl::StatusOr<DispatchMode> ToDispatchMode(v1::DispatchMode wire, const ForwardLimits& limits) {
   if (wire == v1::DISPATCH_MODE_UNSPECIFIED || wire == v1::DISPATCH_MODE_AUTO) {
-    return DispatchMode::kAuto;
+    return limits.dispatch;
   }
   std::string names;
   for (const DispatchMode mode : limits.strategies) {
@@ -115,6 +115,12 @@ absl::Status ApplyOptions(const v1::ForwardOptions& options, DType hidden_dtype,
   call.combine_dtype = *combine_dtype;
   call.combine = *combine;
   call.dispatch = *dispatch;
+  // The server's own choice gives way where it cannot be.
+  const bool asks = options.dispatch() != v1::DISPATCH_MODE_UNSPECIFIED &&
+                    options.dispatch() != v1::DISPATCH_MODE_AUTO;
+  if (!asks && call.dispatch == DispatchMode::kDirect && options.include_shared_experts()) {
+    call.dispatch = DispatchMode::kAuto;
+  }
   call.include_shared_experts = options.include_shared_experts();
   valid->stats_only = options.stats_only();
   valid->validate_only = options.validate_only();

@@ -22,8 +22,9 @@ struct ForwardLimits {
   // Of the output alone. A message of protobuf ends at 2^31 - 1 bytes; the rest is for its head.
   int64_t max_output_bytes = (int64_t{1} << 31) - (int64_t{1} << 24);
   bool allow_dispatch_option = false;
-  std::vector<DType> activation_dtypes;  // of hidden_states
-  std::vector<DispatchMode> strategies;  // of this group; without kAuto
+  std::vector<DType> activation_dtypes;         // of hidden_states
+  std::vector<DispatchMode> strategies;         // of this group; without kAuto
+  DispatchMode dispatch = DispatchMode::kAuto;  // of requests that do not choose
 };
 
 struct ValidForward {
