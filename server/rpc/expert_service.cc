@@ -29,7 +29,8 @@ class ExpertServiceImpl final : public RawForward {
       : options_(std::move(options)),
         unsent_answers_(options_.max_unsent_answer_bytes, options_.metrics->unsent_answer_bytes),
         unsent_stream_answers_(2 * options_.streams->limits().max_all_bytes,
-                               options_.metrics->unsent_stream_answer_bytes) {
+                               options_.metrics->unsent_stream_answer_bytes),
+        explain_queue_(4 * options_.max_message_bytes) {
     forward_.state = options_.state;
     forward_.metrics = options_.metrics;
     forward_.decode_limits.max_message_bytes = options_.max_message_bytes;

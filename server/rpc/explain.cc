@@ -16,6 +16,8 @@ namespace {
 
 constexpr int32_t kDefaultTokens = 16;
 constexpr int32_t kMostTokens = 4096;
+// As many (token, k) as fit a message that people still read.
+constexpr int32_t kMostPairs = 65536;
 
 void DescribeToken(const RoutingSegment& segment, const Placement& placement, int64_t token,
                    v1::ExplainedToken* out) {
@@ -188,8 +190,8 @@ absl::StatusOr<v1::ExplainResponse> ExplainForward(const ExplainParams& params) 
   response.set_ep_size(placement.ep_size());
   response.set_epoch(params.epoch);
   const int64_t shown = std::min<int64_t>(
-      call.num_tokens,
-      params.max_tokens == 0 ? kDefaultTokens : std::min(params.max_tokens, kMostTokens));
+      call.num_tokens, std::min(params.max_tokens == 0 ? kDefaultTokens : params.max_tokens,
+                                std::min(kMostTokens, kMostPairs / std::max(call.topk, 1))));
   for (int64_t token = 0; token < shown; ++token) {
     DescribeToken(segment, placement, token, response.add_tokens());
   }

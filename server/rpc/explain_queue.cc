@@ -9,7 +9,8 @@ constexpr size_t kMaxQueued = 64;
 
 }  // namespace
 
-ExplainQueue::ExplainQueue() : thread_([this] { Work(); }) {}
+ExplainQueue::ExplainQueue(int64_t max_bytes)
+    : max_bytes_(max_bytes), thread_([this] { Work(); }) {}
 
 ExplainQueue::~ExplainQueue() {
   {
@@ -20,11 +21,13 @@ ExplainQueue::~ExplainQueue() {
   thread_.join();
 }
 
-bool ExplainQueue::Push(std::function<void()> work) {
+bool ExplainQueue::Push(int64_t bytes, std::function<void()> work) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (queue_.size() >= kMaxQueued) return false;
-    queue_.push_back(std::move(work));
+    if (held_bytes_ > 0 && bytes > max_bytes_ - held_bytes_) return false;
+    held_bytes_ += bytes;
+    queue_.push_back({bytes, std::move(work)});
   }
   changed_.notify_one();
   return true;
@@ -35,11 +38,13 @@ void ExplainQueue::Work() {
   for (;;) {
     changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
     if (queue_.empty()) return;
-    std::function<void()> work = std::move(queue_.front());
+    Entry entry = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
-    work();
+    entry.work();
+    entry.work = nullptr;
     lock.lock();
+    held_bytes_ -= entry.bytes;
   }
 }
 

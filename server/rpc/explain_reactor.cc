@@ -13,6 +13,7 @@ ExplainReactor::ExplainReactor(const ForwardEnvironment& environment,
                                grpc::CallbackServerContext* context, grpc::ByteBuffer* request,
                                grpc::ByteBuffer* response)
     : environment_(environment),
+      context_(context),
       request_(request),
       response_(response),
       arrival_(absl::Now()),
@@ -26,7 +27,10 @@ void ExplainReactor::Start() {
       [this](absl::StatusOr<const ServingBackend*> backend) {
         if (!backend.ok()) return Answer(backend.status());
         if (!environment_.explain_queue->Push(
-                [this, served = *backend] { Answer(Explain(*served)); })) {
+                static_cast<int64_t>(request_->Length()), [this, served = *backend] {
+                  absl::Status unwanted = UnwantedError(*context_, deadline_);
+                  Answer(unwanted.ok() ? Explain(*served) : std::move(unwanted));
+                })) {
           Answer(CallError(ErrorReason::kQueueFull, "too many explanations wait"));
         }
       });
@@ -67,7 +71,8 @@ void ExplainReactor::Answer(absl::StatusOr<grpc::ByteBuffer> response) {
   Finish(answer);
 }
 
-// An explanation that runs already is finished: nobody reads it.
+// An explanation that runs already is finished, though nobody reads it; UnwantedError sees the
+// others.
 void ExplainReactor::OnCancel() { environment_.state->CancelWait(wait_id_); }
 
 }  // namespace expertmesh

@@ -24,6 +24,7 @@ class ExplainReactor final : public grpc::ServerUnaryReactor {
   void Answer(absl::StatusOr<grpc::ByteBuffer> response);
 
   const ForwardEnvironment& environment_;
+  grpc::CallbackServerContext* const context_;
   grpc::ByteBuffer* const request_;
   grpc::ByteBuffer* const response_;
   const absl::Time arrival_;

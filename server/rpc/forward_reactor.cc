@@ -21,6 +21,16 @@ absl::Time EffectiveDeadline(const grpc::CallbackServerContext& context, absl::T
   return std::min(absl::FromChrono(context.deadline()), arrival + max_deadline);
 }
 
+absl::Status UnwantedError(const grpc::CallbackServerContext& context, absl::Time deadline) {
+  if (absl::Now() >= deadline) {
+    return CallError(ErrorReason::kDeadlinePassed, "the call's deadline passed while it waited");
+  }
+  if (context.IsCancelled()) {
+    return CallError(ErrorReason::kCallCancelled, "the call was cancelled");
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<Buffer> AllocatePayload(Allocator* allocator, int64_t size_bytes) {
   absl::StatusOr<Buffer> buffer = allocator->Allocate(size_bytes);
   if (buffer.ok()) return buffer;
@@ -123,8 +133,13 @@ void ForwardReactor::Validated(ValidForward valid) {
     return Answer(EncodeValidated(info_, *backend_));
   }
   // Only the router finds NaN logits, and that takes a while.
+  const int64_t bytes =
+      valid.call->router_logits.size_bytes() + valid.call->hidden_states.size_bytes();
   const bool queued = environment_.explain_queue->Push(
-      [this, call = std::shared_ptr<ForwardCall>(std::move(valid.call))] {
+      bytes, [this, call = std::shared_ptr<ForwardCall>(std::move(valid.call))] {
+        if (absl::Status unwanted = UnwantedError(*context_, deadline_); !unwanted.ok()) {
+          return Answer(std::move(unwanted));
+        }
         const Router* router = backend_->routers->Find(call->model->name, call->layer->index);
         const absl::Status status = RouteForward(*call, router).status();
         Answer(status.ok() ? EncodeValidated(info_, *backend_) : status);

@@ -37,6 +37,8 @@ struct ForwardEnvironment {
 // The client's deadline, or the server's own where that is earlier or the client gave none.
 absl::Time EffectiveDeadline(const grpc::CallbackServerContext& context, absl::Time arrival,
                              absl::Duration max_deadline);
+// Of a call that has waited: OK unless it was cancelled or its deadline has passed.
+absl::Status UnwantedError(const grpc::CallbackServerContext& context, absl::Time deadline);
 // RESOURCE_EXHAUSTED (BUFFERS_EXHAUSTED).
 absl::StatusOr<Buffer> AllocatePayload(Allocator* allocator, int64_t size_bytes);
 
