@@ -37,7 +37,10 @@ void AddDetailedStats(const StepPiece& piece, int64_t first_step_token,
     std::erase_if(experts, [](int32_t id) { return id < 0; });
     for (const int32_t id : experts) ++stats.tokens_per_expert[id];
     std::sort(experts.begin(), experts.end());
-    experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
+    // Rows of one expert differ when their weights are in them.
+    if (!call.key.apply_router_weight_on_input) {
+      experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
+    }
     std::fill(experts_of_rank.begin(), experts_of_rank.end(), 0);
     for (const int32_t id : experts) ++experts_of_rank[placement.owner_rank(id)];
     const bool is_gathered = strategy == DispatchMode::kAllGatherReduceScatter && !experts.empty();

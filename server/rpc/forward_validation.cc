@@ -218,9 +218,10 @@ absl::StatusOr<ValidForward> ForwardValidator::Validate(DecodedForwardRequest re
   call.apply_router_weight_on_input = request.apply_router_weight_on_input;
   switch (request.routing_case) {
     case v1::ForwardRequest::kTopk: {
-      absl::StatusOr<TopKSummary> summary =
-          ValidateTopK(request.topk, request.topk_ids, request.topk_weights,
-                       {call.num_tokens, layer->num_experts, limits_.max_topk});
+      absl::StatusOr<TopKSummary> summary = ValidateTopK(
+          request.topk, request.topk_ids, request.topk_weights,
+          {call.num_tokens, layer->num_experts, limits_.max_topk,
+           call.apply_router_weight_on_input ? call.activation_dtype : DType::kFloat32});
       if (!summary.ok()) return summary.status();
       if (!call.include_shared_experts) rows_read = std::move(summary->rows_with_expert);
       valid.num_pairs = summary->num_pairs;

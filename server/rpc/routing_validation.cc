@@ -19,6 +19,12 @@ T Element(const Buffer& buffer, int64_t index) {
   return value;
 }
 
+bool IsFiniteIn(DType dtype, float value) {
+  float rounded;
+  StoreFloat(&rounded, dtype, 0, value);
+  return std::isfinite(LoadFloat(&rounded, dtype, 0));
+}
+
 }  // namespace
 
 absl::StatusOr<TopKSummary> ValidateTopK(int32_t topk, const Buffer& topk_ids,
@@ -50,6 +56,12 @@ absl::StatusOr<TopKSummary> ValidateTopK(int32_t topk, const Buffer& topk_ids,
       const float weight = Element<float>(topk_weights, i);
       if (!std::isfinite(weight)) {
         return InvalidFieldError(absl::StrCat("topk.weights[", i, "]"), weight, "a finite number");
+      }
+      if (rules.weight_dtype != DType::kFloat32 && !IsFiniteIn(rules.weight_dtype, weight)) {
+        return InvalidFieldError(
+            absl::StrCat("topk.weights[", i, "]"), weight,
+            absl::StrCat("a number that is finite in ", std::string(DTypeName(rules.weight_dtype)),
+                         ", as it is applied to the input"));
       }
       ++token_pairs;
     }

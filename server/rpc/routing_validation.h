@@ -6,6 +6,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/base/buffer.h"
+#include "kernels/base/dtype.h"
 #include "server/rpc/tensor_validation.h"
 
 namespace expertmesh {
@@ -14,6 +15,8 @@ struct TopKRules {
   int64_t num_tokens = 0;
   int32_t num_experts = 0;
   int32_t max_topk = 0;
+  // What weights are rounded to before they are applied.
+  DType weight_dtype = DType::kFloat32;
 };
 
 struct TopKSummary {
@@ -23,8 +26,8 @@ struct TopKSummary {
 };
 
 // Given experts: `topk_ids` int32 and `topk_weights` float32 must hold num_tokens * topk elements,
-// ids -1 or in [0, num_experts), weights finite beside an expert; those beside -1 are not read.
-// INVALID_ARGUMENT (INVALID_FIELD).
+// ids -1 or in [0, num_experts), weights finite in their dtype beside an expert; those beside -1
+// are not read. INVALID_ARGUMENT (INVALID_FIELD).
 absl::StatusOr<TopKSummary> ValidateTopK(int32_t topk, const Buffer& topk_ids,
                                          const Buffer& topk_weights, const TopKRules& rules);
 

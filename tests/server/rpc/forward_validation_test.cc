@@ -148,6 +148,23 @@ TEST_F(ForwardValidationTest, ServerGateNeedsGateWeights) {
   EXPECT_EQ(valid->call->topk, 2);
 }
 
+// Zero times an infinite weight would be NaN.
+TEST_F(ForwardValidationTest, WeightsOnInputMustBeFiniteInItsType) {
+  v1::ForwardRequest request = GoodRequest(Target(), 4, 2);
+  request.mutable_topk()->set_weights(3, 70000.0f);
+  request.mutable_hidden_states()->set_dtype(v1::DATA_TYPE_FLOAT16);
+  EXPECT_TRUE(Validate(request).ok());
+  request.set_apply_router_weight_on_input(true);
+  const auto refused = Validate(request);
+  ASSERT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(GetCallErrorDetails(refused.status())->field, "topk.weights[3]");
+  request.mutable_topk()->set_weights(3, 65519.0f);  // the largest that rounds to 65504
+  EXPECT_TRUE(Validate(request).ok()) << Validate(request).status();
+  request.mutable_topk()->set_weights(3, 70000.0f);
+  request.mutable_topk()->set_ids(3, -1);
+  EXPECT_TRUE(Validate(request).ok()) << "not read beside -1";
+}
+
 // The model's own habit applies where the model routes, the request's word everywhere.
 TEST_F(ForwardValidationTest, WeightOnInputByRequestOrByTheModelsHabit) {
   v1::ForwardRequest request = GoodRequest(Target(), 4, 2);
