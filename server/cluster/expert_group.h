@@ -21,7 +21,8 @@ struct GroupStep {
 
 struct GroupStepResult {
   std::vector<ShardOutput> shards;  // [ep_size]
-  StepTimings timings;              // the slowest rank's
+  // Of the rank that computed longest, so that the stages of a step do not overlap.
+  StepTimings timings;
 };
 
 // One expert-parallel group as the control plane sees it: ep_size ranks that

@@ -381,10 +381,7 @@ absl::StatusOr<GroupStepResult> RemoteExpertGroup::RunOnRanks(GroupStep step,
     } else {
       for (absl::StatusOr<RankStepResult>& part : run->results) {
         const StepTimings& timings = part->timings;
-        StepTimings& slowest = result.timings;
-        slowest.dispatch_micros = std::max(slowest.dispatch_micros, timings.dispatch_micros);
-        slowest.compute_micros = std::max(slowest.compute_micros, timings.compute_micros);
-        slowest.combine_micros = std::max(slowest.combine_micros, timings.combine_micros);
+        if (timings.compute_micros >= result.timings.compute_micros) result.timings = timings;
         result.shards.push_back(std::move(part->output));
       }
     }

@@ -55,7 +55,7 @@ struct StepRecord {
   int64_t route_micros = 0;  // router rules and gates
   int64_t plan_micros = 0;
   int64_t run_micros = 0;  // ExpertGroup::RunStep
-  StepTimings timings;     // of the slowest rank; zero unless OK
+  StepTimings timings;     // GroupStepResult's; zero unless OK
 };
 
 // One admitted call's end, whatever its result.

@@ -19,8 +19,8 @@ namespace expertmesh {
 
 enum class RoutingKind : uint8_t { kTopK, kRouterLogits, kServerGate };
 
-// Where one request's time went. A request that was split reports the sum over
-// its steps.
+// Where one request's time went. A request that was split reports the sum over its steps, but for
+// the queue: that is until the first one. No two stages overlap, so their sum is within the total.
 struct ForwardTimings {
   int64_t queue_micros = 0;
   int64_t route_micros = 0;

@@ -33,10 +33,10 @@ class ForwardController {
   // ignored.
   virtual void Cancel(ForwardCallId id) = 0;
 
-  // Refuses new calls with UNAVAILABLE (DRAINING) and waits until those
-  // admitted are done, or until `deadline`; then completes the rest with
-  // UNAVAILABLE (DRAINING) and returns DEADLINE_EXCEEDED. Blocking.
-  virtual absl::Status Drain(absl::Time deadline) = 0;
+  // Refuses new calls with UNAVAILABLE (DRAINING) and waits until those admitted are done, or until
+  // `deadline`; then completes the rest with UNAVAILABLE (DRAINING) and returns their number.
+  // Blocking; may be called again, and beside another one: the earlier deadline counts for both.
+  virtual int64_t Drain(absl::Time deadline) = 0;
 };
 
 }  // namespace expertmesh

@@ -47,6 +47,7 @@ struct PendingCall {
   absl::Time no_epoch_at;  // when to give up waiting for an epoch
 
   // Touched only by the holder of the run token.
+  bool was_started = false;
   int64_t num_routed_tokens = 0;        // the first ones
   const int32_t* topk_ids = nullptr;    // [num_tokens, topk], of the call or below
   const float* topk_weights = nullptr;  // [num_tokens, topk]

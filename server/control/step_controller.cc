@@ -4,7 +4,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "server/control/step_replay.h"
 #include "server/ops/call_error.h"
 
@@ -109,23 +108,20 @@ void StepController::Cancel(ForwardCallId id) {
   Deliver(after);
 }
 
-absl::Status StepController::Drain(absl::Time deadline) {
+int64_t StepController::Drain(absl::Time deadline) {
   Aftermath after;
-  absl::Status status;
+  int64_t num_cut_off = 0;
   {
     std::unique_lock<std::mutex> lock(mutex_);
     draining_ = true;
     while (registry_.num_open_calls() > 0 && clock_->Now() < deadline) {
       clock_->WaitUntil(idle_cv_, lock, deadline);
     }
-    if (registry_.num_open_calls() > 0) {
-      status = absl::DeadlineExceededError(absl::StrCat(
-          registry_.num_open_calls(), " calls were not done when the drain's time was over"));
-      CompleteOpenCalls([](const PendingCall&) { return DrainingError(); }, after);
-    }
+    num_cut_off = registry_.num_open_calls();
+    CompleteOpenCalls([](const PendingCall&) { return DrainingError(); }, after);
   }
   Deliver(after);
-  return status;
+  return num_cut_off;
 }
 
 void StepController::NotifyEpochChanged() {
@@ -208,6 +204,7 @@ StepBatch StepController::TakeBatch(absl::Time now, Aftermath& after) {
 }
 
 void StepController::RunBatch(StepBatch batch, bool is_inline) {
+  const absl::Time begun = clock_->Now();
   Aftermath after;
   StepRecord record;
   record.is_inline = is_inline;
@@ -221,7 +218,7 @@ void StepController::RunBatch(StepBatch batch, bool is_inline) {
   }
   StepOutcome outcome;
   const bool is_empty = batch.pieces.empty();
-  if (!is_empty) outcome = RunStep(batch, record);
+  if (!is_empty) outcome = RunStep(batch, begun, record);
   bool wake;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -237,12 +234,14 @@ void StepController::RunBatch(StepBatch batch, bool is_inline) {
   Deliver(after);
 }
 
-StepOutcome StepController::RunStep(const StepBatch& batch, StepRecord& record) {
-  const absl::Time now = clock_->Now();
+StepOutcome StepController::RunStep(const StepBatch& batch, absl::Time begun, StepRecord& record) {
   for (const StepPiece& piece : batch.pieces) {
-    const int64_t waited = absl::ToInt64Microseconds(now - piece.waiting_since);
-    piece.call->result.timings.queue_micros += waited;
-    record.queue_micros = std::max(record.queue_micros, waited);
+    PendingCall& call = *piece.call;
+    if (!std::exchange(call.was_started, true)) {
+      call.result.timings.queue_micros = absl::ToInt64Microseconds(begun - call.submitted);
+    }
+    record.queue_micros =
+        std::max(record.queue_micros, absl::ToInt64Microseconds(begun - piece.waiting_since));
     record.num_tokens += piece.num_tokens;
   }
   const BatchKey& key = batch.pieces[0].call->key;

@@ -72,7 +72,7 @@ class StepController : public ForwardController {
 
   ForwardCallId Submit(std::unique_ptr<ForwardCall> call, bool may_run_inline) override;
   void Cancel(ForwardCallId id) override;
-  absl::Status Drain(absl::Time deadline) override;
+  int64_t Drain(absl::Time deadline) override;
 
   // For whoever forms epochs: waiting calls look at ExpertGroup::epoch() again. Call it without
   // holding locks that ExpertGroup::epoch() takes.
@@ -87,7 +87,8 @@ class StepController : public ForwardController {
   void RunBatch(StepBatch batch, bool is_inline);
   // Routes what is not routed yet; calls that fail are completed and leave the batch.
   void RouteBatch(StepBatch& batch, StepRecord& record, Aftermath& after);
-  StepOutcome RunStep(const StepBatch& batch, StepRecord& record);
+  // `begun`: when its calls stopped waiting.
+  StepOutcome RunStep(const StepBatch& batch, absl::Time begun, StepRecord& record);
   void Deliver(Aftermath& after);
   ForwardResult EmptyResult(const ForwardCall& call) const;
 

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "absl/time/clock.h"
 #include "gtest/gtest.h"
 #include "tests/server/cluster/random_moe.h"
 
@@ -127,6 +128,38 @@ INSTANTIATE_TEST_SUITE_P(All, WholeStepTest,
                                   CpuIsaName(std::get<1>(test.param)) + "_" +
                                   std::string(DTypeName(std::get<2>(test.param)));
                          });
+
+// One rank computes while the others wait for its partials: their stages overlap.
+TEST(StepTimingsTest, AddUpToNoMoreThanTheStepTook) {
+  RandomMoeShape shape;
+  shape.hidden_size = 256;
+  shape.intermediate_size = 256;
+  shape.num_experts = 4;
+  shape.topk = 4;
+  const RandomMoe moe(shape, 1);
+  const auto group = LoadGroup(moe, GroupOptions(2, SupportedCpuIsas().back(), {0, 0, 0, 1}));
+  ASSERT_NE(group, nullptr);
+  const RandomTokens tokens(moe, 256, DType::kFloat32, 1);
+  for (const bool on_caller : {false, true}) {
+    for (int repeat = 0; repeat < 20; ++repeat) {
+      StepChoices choices;
+      choices.on_caller = on_caller;
+      std::vector<std::vector<std::byte>> memory;
+      absl::StatusOr<GroupStep> step = MakeStep(*group, moe, tokens, choices, &memory);
+      ASSERT_TRUE(step.ok()) << step.status();
+      const absl::Time begun = absl::Now();
+      const absl::StatusOr<GroupStepResult> result =
+          group->RunStep(*std::move(step), on_caller, absl::InfiniteFuture());
+      const int64_t took = absl::ToInt64Microseconds(absl::Now() - begun);
+      ASSERT_TRUE(result.ok()) << result.status();
+      const StepTimings& timings = result->timings;
+      EXPECT_GT(timings.compute_micros, 0);
+      EXPECT_LE(timings.dispatch_micros + timings.compute_micros + timings.combine_micros, took + 1)
+          << timings.dispatch_micros << " + " << timings.compute_micros << " + "
+          << timings.combine_micros << (on_caller ? " on the caller" : "");
+    }
+  }
+}
 
 // Ranks, combine mode, weight on the input, shared experts.
 class SameBytesTest

@@ -321,6 +321,25 @@ TEST_F(StepControllerTest, StatsAndTimingsAreTheCallsOwn) {
   EXPECT_TRUE(other.answer->Wait()->stats.tokens_per_expert.empty());
 }
 
+TEST_F(StepControllerTest, ASplitCallQueuesUntilItsFirstStepAlone) {
+  options.max_step_tokens = 4;
+  group.script = [this](const GroupStep&, int number) {
+    if (number > 0) clock.Advance(absl::Milliseconds(3));
+    return absl::OkStatus();
+  };
+  Start();
+  TestCall blocker = SubmitBlocker();
+  TestCall large = MakeCall({.num_tokens = 10});
+  Submit(large);
+  clock.Advance(absl::Milliseconds(5));
+  gate.Open();
+  ExpectExact(large);
+  const ForwardResult& result = *large.answer->Wait();
+  EXPECT_EQ(result.stats.num_steps, 3);
+  EXPECT_EQ(result.timings.queue_micros, 5000);
+  EXPECT_EQ(result.timings.total_micros, 14'000);
+}
+
 TEST_F(StepControllerTest, CallbacksMaySubmitAgainWithoutGrowingTheStack) {
   Start();
   constexpr int kCalls = 20000;

@@ -31,7 +31,7 @@ class HeldController : public ForwardController {
 
   ForwardCallId Submit(std::unique_ptr<ForwardCall> call, bool may_run_inline) override;
   void Cancel(ForwardCallId id) override;
-  absl::Status Drain(absl::Time) override { return absl::OkStatus(); }
+  int64_t Drain(absl::Time) override { return 0; }
 
   // From now on calls are answered within Submit; those held are let go.
   void AnswerAtOnce();
