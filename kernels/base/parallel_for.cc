@@ -61,6 +61,17 @@ struct ParallelFor::State {
   std::atomic<int64_t> next_task{0};
   std::vector<std::thread> threads;
 
+  // Also when a thread could not be started and the others were.
+  ~State() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      stopping = true;
+      generation.fetch_add(1, std::memory_order_release);
+      job_opened.notify_all();
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
   void RunTasks(const Task& run_task, int64_t count, int worker) {
     while (true) {
       const int64_t index = next_task.fetch_add(1, std::memory_order_relaxed);
@@ -101,15 +112,7 @@ ParallelFor::ParallelFor(const ParallelForOptions& options) : state_(std::make_u
   }
 }
 
-ParallelFor::~ParallelFor() {
-  {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->stopping = true;
-    state_->generation.fetch_add(1, std::memory_order_release);
-    state_->job_opened.notify_all();
-  }
-  for (std::thread& thread : state_->threads) thread.join();
-}
+ParallelFor::~ParallelFor() = default;
 
 int ParallelFor::num_threads() const { return state_->options.num_threads; }
 

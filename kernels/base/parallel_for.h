@@ -19,6 +19,7 @@ struct ParallelForOptions {
 // nested; tasks must not block. Which thread runs a task must never influence a result.
 class ParallelFor {
  public:
+  // std::system_error when the machine gives no more threads; those started have ended then.
   explicit ParallelFor(const ParallelForOptions& options);
   ~ParallelFor();
   ParallelFor(const ParallelFor&) = delete;

@@ -6,10 +6,12 @@
 #include <mutex>
 #include <numeric>
 #include <random>
+#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "kernels/base/checked_math.h"
 #include "kernels/base/host_buffer_pool.h"
 #include "server/cluster/memory_need.h"
@@ -59,12 +61,18 @@ LocalExpertGroup::~LocalExpertGroup() = default;
 
 absl::StatusOr<std::unique_ptr<LocalExpertGroup>> LocalExpertGroup::Create(
     const LocalExpertGroupOptions& options) {
-  if (options.num_ranks < 1) {
+  if (options.num_ranks < 1 || options.num_ranks > kMaxLocalRanks) {
     return absl::InvalidArgumentError(
-        absl::StrCat("num_ranks: ", options.num_ranks, " must be at least 1"));
+        absl::StrCat("num_ranks: ", options.num_ranks, " must be 1 to ", kMaxLocalRanks));
   }
   std::unique_ptr<LocalExpertGroup> group(new LocalExpertGroup(options));
-  if (absl::Status status = group->CreateRanks(); !status.ok()) return status;
+  // What std::thread throws ends here.
+  try {
+    if (absl::Status status = group->CreateRanks(); !status.ok()) return status;
+  } catch (const std::system_error& error) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("cannot start the threads of ", options.num_ranks, " ranks: ", error.what()));
+  }
   return group;
 }
 
@@ -82,6 +90,7 @@ absl::Status LocalExpertGroup::CreateRanks() {
   absl::StatusOr<std::unique_ptr<DirectStep>> direct = DirectStep::Create(isa_, options_.allocator);
   if (!direct.ok()) return direct.status();
   direct_ = *std::move(direct);
+  usage_.resize(options_.num_ranks);
 
   CpuRankBackendOptions backend_options;
   backend_options.isa = isa_;
@@ -170,7 +179,7 @@ absl::Status LocalExpertGroup::Load(absl::Span<const WeightSource* const> source
   std::vector<absl::Status> errors(engines_.size());
   std::vector<std::thread> threads;
   for (size_t rank = 0; rank < engines_.size(); ++rank) {
-    threads.emplace_back([&, rank] {
+    const auto load = [&, rank] {
       for (const WeightSource* source : sources) {
         for (const LayerSpec& layer : source->model().layers) {
           errors[rank].Update(engines_[rank]->LoadLayer(
@@ -178,11 +187,22 @@ absl::Status LocalExpertGroup::Load(absl::Span<const WeightSource* const> source
           if (!errors[rank].ok()) return;
         }
       }
-    });
+    };
+    try {
+      threads.emplace_back(load);
+    } catch (const std::system_error&) {
+      load();  // in turn, where the machine gives no more threads
+    }
   }
   for (std::thread& thread : threads) thread.join();
   for (const absl::Status& error : errors) {
     if (!error.ok()) return error;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(usage_mutex_);
+    for (size_t rank = 0; rank < engines_.size(); ++rank) {
+      usage_[rank].weight_bytes = engines_[rank]->weight_bytes();
+    }
   }
   FormEpoch();
   return absl::OkStatus();
@@ -194,7 +214,30 @@ void LocalExpertGroup::FormEpoch() {
   for (size_t rank = 0; rank < engines_.size(); ++rank) {
     engines_[rank]->EnterEpoch(incarnation_, epoch, std::move(communicators[rank]));
   }
+  {
+    const std::lock_guard<std::mutex> lock(usage_mutex_);
+    epoch_formed_ = absl::Now();
+    for (LocalRankUsage& usage : usage_) usage = {.weight_bytes = usage.weight_bytes};
+  }
   epoch_.store(epoch, std::memory_order_release);
+}
+
+std::vector<LocalRankUsage> LocalExpertGroup::Usage() const {
+  const std::lock_guard<std::mutex> lock(usage_mutex_);
+  return usage_;
+}
+
+absl::Time LocalExpertGroup::epoch_formed() const {
+  const std::lock_guard<std::mutex> lock(usage_mutex_);
+  return epoch_formed_;
+}
+
+void LocalExpertGroup::CountStep(size_t rank, const RankStepResult& result) {
+  const std::lock_guard<std::mutex> lock(usage_mutex_);
+  LocalRankUsage& usage = usage_[rank];
+  ++usage.num_steps;
+  usage.num_expert_rows += static_cast<uint64_t>(result.num_expert_rows);
+  usage.compute_micros += static_cast<uint64_t>(result.timings.compute_micros);
 }
 
 const Placement* LocalExpertGroup::placement(std::string_view model, int32_t layer) const {
@@ -276,6 +319,7 @@ absl::StatusOr<GroupStepResult> LocalExpertGroup::RunOnCaller(GroupStep step, ab
       errors.push_back(rank_result.status());
       continue;
     }
+    CountStep(result.shards.size(), *rank_result);
     result.shards.push_back(std::move(rank_result->output));
     result.timings.compute_micros += rank_result->timings.compute_micros;
   }
@@ -314,11 +358,11 @@ absl::StatusOr<GroupStepResult> LocalExpertGroup::RunOnRankThreads(GroupStep ste
       continue;
     }
     const StepTimings& timings = rank_result->timings;
+    CountStep(result.shards.size(), *rank_result);
     result.shards.push_back(std::move(rank_result->output));
-    result.timings.dispatch_micros =
-        std::max(result.timings.dispatch_micros, timings.dispatch_micros);
-    result.timings.compute_micros = std::max(result.timings.compute_micros, timings.compute_micros);
-    result.timings.combine_micros = std::max(result.timings.combine_micros, timings.combine_micros);
+    // Each stage's maximum would count twice what overlaps: one rank computes while another waits
+    // for its partials.
+    if (timings.compute_micros >= result.timings.compute_micros) result.timings = timings;
   }
   if (!errors.empty()) return FirstCause(errors);
   return result;

@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -27,6 +28,9 @@
 
 namespace expertmesh {
 
+// A rank is a thread or more: a bound far above use, far below what machines give.
+inline constexpr int32_t kMaxLocalRanks = 1024;
+
 struct LocalExpertGroupOptions {
   int32_t num_ranks = 1;
   std::optional<CpuIsa> isa;  // default: the best that this machine has
@@ -41,6 +45,14 @@ struct LocalExpertGroupOptions {
       place;
 };
 
+// What a rank holds, and has done since its epoch formed.
+struct LocalRankUsage {
+  int64_t weight_bytes = 0;
+  uint64_t num_steps = 0;
+  uint64_t num_expert_rows = 0;
+  uint64_t compute_micros = 0;
+};
+
 struct LoadProgress {
   int64_t loaded_bytes = 0;
   int64_t total_bytes = 0;
@@ -49,8 +61,8 @@ struct LoadProgress {
 // The embedded default: all ranks of the group inside this process.
 class LocalExpertGroup : public ExpertGroup {
  public:
-  // INVALID_ARGUMENT for num_ranks < 1; FAILED_PRECONDITION when this machine lacks the instruction
-  // set.
+  // INVALID_ARGUMENT for num_ranks not in [1, kMaxLocalRanks]; FAILED_PRECONDITION when this
+  // machine lacks the instruction set; RESOURCE_EXHAUSTED when it gives no more threads.
   static absl::StatusOr<std::unique_ptr<LocalExpertGroup>> Create(
       const LocalExpertGroupOptions& options);
   ~LocalExpertGroup() override;
@@ -78,6 +90,11 @@ class LocalExpertGroup : public ExpertGroup {
   absl::StatusOr<GroupStepResult> RunStep(GroupStep step, bool on_caller,
                                           absl::Time step_deadline) override;
 
+  // [ep_size], any thread; weight_bytes are 0 until Load has returned.
+  std::vector<LocalRankUsage> Usage() const;
+  // When the epoch formed; any thread. InfinitePast before.
+  absl::Time epoch_formed() const;
+
   const char* instruction_set() const;
   int threads_per_rank() const { return threads_per_rank_; }
 
@@ -89,6 +106,7 @@ class LocalExpertGroup : public ExpertGroup {
   void FormEpoch();
   absl::StatusOr<GroupStepResult> RunOnRanks(GroupStep step, bool on_caller, absl::Time deadline);
   absl::StatusOr<GroupStepResult> RunDirect(GroupStep step, bool on_caller, absl::Time deadline);
+  void CountStep(size_t rank, const RankStepResult& result);
   absl::StatusOr<GroupStepResult> RunOnCaller(GroupStep step, absl::Time deadline);
   absl::StatusOr<GroupStepResult> RunOnRankThreads(GroupStep step, absl::Time deadline);
 
@@ -102,6 +120,9 @@ class LocalExpertGroup : public ExpertGroup {
   std::unique_ptr<DirectStep> direct_;
   std::vector<std::unique_ptr<RankEngine>> engines_;
   std::vector<std::unique_ptr<RankClient>> clients_;
+  mutable std::mutex usage_mutex_;  // guards the two below
+  std::vector<LocalRankUsage> usage_;
+  absl::Time epoch_formed_ = absl::InfinitePast();
 };
 
 }  // namespace expertmesh

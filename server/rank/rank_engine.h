@@ -33,6 +33,7 @@ struct RankEngineOptions {
 struct RankStepResult {
   ShardOutput output;
   StepTimings timings;
+  int64_t num_expert_rows = 0;  // that its experts computed
 };
 
 class RankStep;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -186,6 +187,10 @@ absl::Status RankStep::EnqueueCompute() {
   absl::StatusOr<std::byte*> memory =
       AllocateRows(*device_arena_, rows->num_rows, layer_->hidden_size, DType::kFloat32);
   if (!memory.ok()) return memory.status();
+  num_expert_rows_ = rows->format == ActivationFormat::kContiguous
+                         ? rows->num_rows
+                         : std::accumulate(rows->expert_num_tokens.begin(),
+                                           rows->expert_num_tokens.end(), int64_t{0});
   float* const output = reinterpret_cast<float*>(*memory);
   if (rows->num_rows > 0) {
     GroupedFfnParams params;
@@ -214,6 +219,7 @@ absl::StatusOr<RankStepResult> RankStep::Finish(absl::Time deadline) {
   RankStepResult result;
   result.output = std::move(output_);
   result.timings = Timings();
+  result.num_expert_rows = num_expert_rows_;
   return result;
 }
 

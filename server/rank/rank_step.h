@@ -64,6 +64,7 @@ class RankStep {
   std::unique_ptr<DispatchHandle> handle_;
   ShardOutput output_;
   absl::Status first_error_;
+  int64_t num_expert_rows_ = 0;
   bool finished_ = false;
   int64_t begun_nanos_ = 0;
   int64_t arrived_nanos_ = 0;
