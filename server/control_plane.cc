@@ -19,6 +19,7 @@
 #include "server/cluster/memory_need.h"
 #include "server/model/checkpoint_weight_source.h"
 #include "server/model/load_reporter.h"
+#include "server/ops/call_error.h"
 #include "server/ops/clock.h"
 #include "server/ops/logging.h"
 #include "server/ops/metrics.h"
@@ -92,6 +93,10 @@ absl::Status WritePortFile(const std::string& path, int port) {
   return absl::OkStatus();
 }
 
+absl::Status Named(absl::string_view flag, const absl::Status& status) {
+  return absl::Status(status.code(), absl::StrCat("--", flag, ": ", status.message()));
+}
+
 std::string AddressWithPort(const std::string& listen, int port) {
   const size_t colon = listen.rfind(':');
   return absl::StartsWith(listen, "unix:") || colon == std::string::npos
@@ -128,6 +133,12 @@ struct ControlPlane::Impl {
   absl::Status StartMetrics();
   absl::Status Listen();
   void Serve();
+  void WarnOfEmptyRanks() const;
+  void StopServing();
+  // Blocking. How many calls had to be cut off.
+  int64_t EndCalls(absl::Duration timeout);
+  // For AdminService.
+  absl::StatusOr<v1::DrainResponse> Drain(absl::Duration timeout);
   v1::GetStatusResponse Status() const;
   void FillRankStatus(bool loaded, v1::GetStatusResponse* response) const;
 
@@ -194,7 +205,7 @@ absl::Status ControlPlane::Impl::ListenToRanks() {
   server_options.max_message_bytes = std::numeric_limits<int32_t>::max();
   absl::StatusOr<std::unique_ptr<GrpcServer>> started =
       GrpcServer::Start(server_options, {{kRankServiceName, rank_service.get()}});
-  if (!started.ok()) return started.status();
+  if (!started.ok()) return Named("rank_listen", started.status());
   rank_server = *std::move(started);
   rank_server->SetServing(true);
   LogInfo(absl::StrCat("ranks dial ", AddressWithPort(options.rank_listen, rank_server->port())),
@@ -241,7 +252,7 @@ absl::Status ControlPlane::Impl::StartMetrics() {
   if (options.metrics_listen.empty()) return absl::OkStatus();
   absl::StatusOr<std::unique_ptr<MetricsExposer>> started =
       MetricsExposer::Start(&registry, options.metrics_listen);
-  if (!started.ok()) return started.status();
+  if (!started.ok()) return Named("metrics_listen", started.status());
   exposer = *std::move(started);
   LogInfo(absl::StrCat("metrics on http://",
                        AddressWithPort(options.metrics_listen, exposer->port()), "/metrics"));
@@ -266,17 +277,36 @@ absl::Status ControlPlane::Impl::Listen() {
   service = NewExpertService(std::move(service_options));
   std::vector<GrpcServer::NamedService> services = {{kExpertServiceName, service.get()}};
   if (options.allow_admin) {
-    admin = NewAdminService({.metrics = &metrics, .status = [this] { return Status(); }});
+    admin = NewAdminService({.metrics = &metrics,
+                             .status = [this] { return Status(); },
+                             .drain = [this](absl::Duration timeout) { return Drain(timeout); }});
     services.push_back({kAdminServiceName, admin.get()});
   }
   absl::StatusOr<std::unique_ptr<GrpcServer>> started =
       GrpcServer::Start(options.server, std::move(services));
-  if (!started.ok()) return started.status();
+  if (!started.ok()) return Named("listen", started.status());
   const std::lock_guard<std::mutex> lock(start_mutex);
   server = *std::move(started);
   address = AddressWithPort(options.server.listen, server->port());
   LogInfo(absl::StrCat("listening on ", address, "; calls wait until the experts are loaded"));
   return WritePortFile(options.port_file, server->port());
+}
+
+void ControlPlane::Impl::WarnOfEmptyRanks() const {
+  int32_t most = 0;
+  for (const ServedModel& model : models) {
+    for (const LayerSpec& layer : model.spec.layers) {
+      const Placement* placement = group->placement(model.spec.name, layer.index);
+      int32_t num_empty = 0;
+      for (int32_t rank = 0; rank < group->ep_size(); ++rank) {
+        num_empty += placement->local_experts(rank).empty();
+      }
+      most = std::max(most, num_empty);
+    }
+  }
+  if (most == 0) return;
+  LogWarning("there are more ranks than a layer has experts: some hold none of it and idle",
+             {{"ranks", group->ep_size()}, {"idle", most}});
 }
 
 void ControlPlane::Impl::Serve() {
@@ -297,6 +327,8 @@ void ControlPlane::Impl::Serve() {
   for (const ServedModel& model : models) {
     backend.placement_fingerprints[&model.spec] = PlacementFingerprint(model.spec, *group);
   }
+  WarnOfEmptyRanks();
+  metrics.SetBuildInfo(EXPERTMESH_VERSION, instruction_set(), group->ep_size());
   const std::lock_guard<std::mutex> lock(start_mutex);
   is_serving = true;
   state.StartServing(backend);
@@ -313,6 +345,38 @@ void ControlPlane::Impl::Serve() {
            {"threads_per_rank", local_group->threads_per_rank()},
            {"isa", instruction_set()},
            {"tls", !options.server.tls_certificate.empty()}});
+}
+
+void ControlPlane::Impl::StopServing() {
+  state.StartDraining();
+  const std::lock_guard<std::mutex> lock(start_mutex);
+  is_stopping = true;
+  server->SetServing(false);
+  metrics.ready.Set(0);
+}
+
+int64_t ControlPlane::Impl::EndCalls(absl::Duration timeout) {
+  const int64_t num_cut_off = controller->Drain(absl::Now() + timeout);
+  if (num_cut_off > 0) {
+    LogWarning("calls were cut off: the drain's time was over", {{"calls", num_cut_off}});
+  }
+  return num_cut_off;
+}
+
+absl::StatusOr<v1::DrainResponse> ControlPlane::Impl::Drain(absl::Duration timeout) {
+  if (state.backend() == nullptr) {
+    return CallError(ErrorReason::kNoEpoch,
+                     "the experts are being loaded: there is nothing to drain; SIGTERM ends this "
+                     "process");
+  }
+  if (timeout == absl::ZeroDuration()) timeout = options.drain_timeout;
+  LogInfo("draining, as AdminService was asked to", {{"timeout", absl::FormatDuration(timeout)}});
+  StopServing();
+  v1::DrainResponse response;
+  response.set_num_requests_left(EndCalls(timeout));
+  response.set_complete(response.num_requests_left() == 0);
+  LogInfo("drained; SIGTERM ends this process");
+  return response;
 }
 
 v1::GetStatusResponse ControlPlane::Impl::Status() const {
@@ -339,6 +403,21 @@ v1::GetStatusResponse ControlPlane::Impl::Status() const {
 
 void ControlPlane::Impl::FillRankStatus(bool loaded, v1::GetStatusResponse* response) const {
   if (remote_group != nullptr) return FillMemberStatus(remote_group->Members(), response);
+  const std::vector<LocalRankUsage> usage = local_group->Usage();
+  uint64_t most_rows = 0;
+  uint64_t all_rows = 0;
+  for (const LocalRankUsage& rank : usage) {
+    most_rows = std::max(most_rows, rank.num_expert_rows);
+    all_rows += rank.num_expert_rows;
+  }
+  if (all_rows > 0) {
+    response->set_load_imbalance(static_cast<double>(most_rows) *
+                                 static_cast<double>(usage.size()) / static_cast<double>(all_rows));
+  }
+  if (group->epoch() != 0) {
+    response->set_epoch_age_micros(
+        absl::ToInt64Microseconds(absl::Now() - local_group->epoch_formed()));
+  }
   for (int32_t rank = 0; rank < group->ep_size(); ++rank) {
     v1::RankStatus* out = response->add_ranks();
     out->set_ep_rank(rank);
@@ -347,6 +426,10 @@ void ControlPlane::Impl::FillRankStatus(bool loaded, v1::GetStatusResponse* resp
     out->set_instruction_set(instruction_set());
     if (!loaded) continue;
     out->set_load_progress(1);
+    out->set_weight_bytes(usage[rank].weight_bytes);
+    out->set_num_steps(usage[rank].num_steps);
+    out->set_num_expert_rows(usage[rank].num_expert_rows);
+    out->set_compute_micros(usage[rank].compute_micros);
     for (const ServedModel& model : models) {
       for (const LayerSpec& layer : model.spec.layers) {
         const Placement* placement = group->placement(model.spec.name, layer.index);
@@ -397,15 +480,11 @@ void ControlPlane::Stop() {
 
 void ControlPlane::WaitForStopAndDrain() {
   impl_->stop.WaitForNotification();
-  LogInfo("draining", {{"timeout", absl::FormatDuration(impl_->options.drain_timeout)}});
-  {
-    const std::lock_guard<std::mutex> lock(impl_->start_mutex);
-    impl_->is_stopping = true;
-    impl_->server->SetServing(false);
-    impl_->metrics.ready.Set(0);
-  }
-  const absl::Status drained = impl_->controller->Drain(absl::Now() + impl_->options.drain_timeout);
-  if (!drained.ok()) LogWarning("calls were cut off", {{"error", drained.message()}});
+  LogInfo("draining", {{"timeout", absl::FormatDuration(impl_->options.drain_timeout)},
+                       {"delay", absl::FormatDuration(impl_->options.drain_delay)}});
+  impl_->StopServing();
+  absl::SleepFor(impl_->options.drain_delay);
+  impl_->EndCalls(impl_->options.drain_timeout);
   impl_->streams.EndAll();
   impl_->server->Shutdown(absl::Now() + kTimeToSendAnswers);
   impl_->CloseRanks(absl::Now() + kTimeToSendAnswers);

@@ -23,6 +23,7 @@ struct ControlPlaneOptions {
   std::string metrics_listen;  // empty: none
   std::string port_file;       // gets the gRPC port's number; empty: none
   absl::Duration drain_timeout = absl::Seconds(30);
+  absl::Duration drain_delay = absl::ZeroDuration();
   bool allow_dispatch_option = false;
   DispatchMode dispatch = DispatchMode::kAuto;  // of requests that do not choose
   bool allow_admin = false;                     // AdminService on the public listener
@@ -52,7 +53,8 @@ class ControlPlane {
   // calls that wait and ends the process with 0.
   void Stop();
   // After Start: blocks until Stop; then health says NOT_SERVING, new calls get UNAVAILABLE
-  // (DRAINING), and those admitted end, or are cut off after drain_timeout.
+  // (DRAINING), and those admitted end, or are cut off after drain_timeout; the listener takes new
+  // connections for drain_delay.
   void WaitForStopAndDrain();
 
  private:

@@ -13,9 +13,11 @@
 #include "server/control_plane.h"
 #include "server/flag_values.h"
 #include "server/ops/command_line.h"
+#include "server/ops/listen_address.h"
 #include "server/ops/logging.h"
 #include "server/ops/stop_signals.h"
 #include "server/planning/choose_strategy.h"
+#include "server/rpc/tls_files.h"
 
 using expertmesh::ByteSize;
 
@@ -57,12 +59,14 @@ ABSL_FLAG(int64_t, max_rank_pairs, 65536,
 ABSL_FLAG(ByteSize, max_inflight_bytes, ByteSize{int64_t{1} << 30},
           "Payload of admitted requests, and as much again of answers until their clients have "
           "read them; above it calls get RESOURCE_EXHAUSTED.");
-ABSL_FLAG(int64_t, max_inflight_tokens, 1 << 20, "Tokens of admitted requests; likewise.");
+ABSL_FLAG(int64_t, max_inflight_tokens, 1 << 20,
+          "Tokens of admitted requests; likewise. One request of more is INVALID_ARGUMENT.");
 ABSL_FLAG(
     ByteSize, max_stream_inflight_bytes, ByteSize{int64_t{64} << 20},
     "Messages and answers in flight on one ForwardStream; above it the server stops reading.");
 ABSL_FLAG(ByteSize, max_all_streams_inflight_bytes, ByteSize{int64_t{1} << 30},
-          "The same of all streams; above it each may have one message in flight.");
+          "Messages and answers in flight on all ForwardStreams together; above it each may have "
+          "one message in flight.");
 ABSL_FLAG(ByteSize, max_message_bytes, ByteSize{int64_t{72} << 20},
           "One request message: 64 MiB of hidden states, and their routing.");
 ABSL_FLAG(ByteSize, max_transport_bytes, ByteSize{int64_t{1} << 30},
@@ -77,6 +81,11 @@ ABSL_FLAG(absl::Duration, keepalive_timeout, absl::Seconds(20),
           "A connection that gives none for that long is closed.");
 ABSL_FLAG(absl::Duration, drain_timeout, absl::Seconds(30),
           "After SIGTERM: time for admitted calls to end.");
+ABSL_FLAG(
+    absl::Duration, drain_delay, absl::ZeroDuration(),
+    "After SIGTERM: time for which new connections are still taken, to be told that health is "
+    "NOT_SERVING and that new calls are refused (DRAINING). Longer than the interval of whoever "
+    "probes health, e.g. 10s under Kubernetes.");
 ABSL_FLAG(int, threads, 0, "Threads of all ranks together; 0: one for each core.");
 ABSL_FLAG(std::string, isa, "auto", "CPU kernels: auto, portable, avx2, avx512_bf16.");
 ABSL_FLAG(std::string, dispatch, "auto",
@@ -84,8 +93,10 @@ ABSL_FLAG(std::string, dispatch, "auto",
           "allgather_reducescatter, direct. No byte of a result depends on it.");
 ABSL_FLAG(bool, allow_dispatch_option, false,
           "Lets requests choose the dispatch strategy (options.dispatch); for debugging.");
-ABSL_FLAG(bool, allow_admin, false,
-          "Serves AdminService (expertmesh status) on the public listener as well.");
+ABSL_FLAG(
+    bool, allow_admin, false,
+    "Serves AdminService (GetStatus, Drain) on the public listener as well: whoever reaches it "
+    "may end this server's work.");
 ABSL_FLAG(std::string, log_format, "text", "text or json, to standard error.");
 ABSL_FLAG(std::string, log_level, "info", "debug, info, warning or error.");
 
@@ -94,6 +105,7 @@ namespace {
 
 constexpr int kExitFailure = 1;
 constexpr int kExitUsage = 2;
+constexpr int kMaxThreads = 4096;
 constexpr char kUsage[] =
     "usage: expertmesh-control-plane --checkpoint=DIR [--local_ranks=N | --ep_size=N "
     "--rank_listen=HOST:PORT] [flags]\n"
@@ -136,7 +148,18 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
         CheckPositive("heartbeat_timeout", absl::GetFlag(FLAGS_heartbeat_timeout)),
         CheckPositive("step_timeout", absl::GetFlag(FLAGS_step_timeout)),
         CheckPositive("keepalive_time", absl::GetFlag(FLAGS_keepalive_time)),
-        CheckPositive("keepalive_timeout", absl::GetFlag(FLAGS_keepalive_timeout))}) {
+        CheckPositive("keepalive_timeout", absl::GetFlag(FLAGS_keepalive_timeout)),
+        CheckNotNegative("drain_timeout", absl::GetFlag(FLAGS_drain_timeout)),
+        CheckNotNegative("drain_delay", absl::GetFlag(FLAGS_drain_delay)),
+        CheckAtMost("local_ranks", absl::GetFlag(FLAGS_local_ranks), kMaxLocalRanks),
+        CheckAtMost("threads", absl::GetFlag(FLAGS_threads), kMaxThreads),
+        CheckGrpcListenFlag("listen", absl::GetFlag(FLAGS_listen)),
+        absl::GetFlag(FLAGS_rank_listen).empty()
+            ? absl::OkStatus()
+            : CheckGrpcListenFlag("rank_listen", absl::GetFlag(FLAGS_rank_listen)),
+        absl::GetFlag(FLAGS_metrics_listen).empty()
+            ? absl::OkStatus()
+            : CheckListenAddress("metrics_listen", absl::GetFlag(FLAGS_metrics_listen))}) {
     if (!status.ok()) return status;
   }
   options.ranks.ep_size = absl::GetFlag(FLAGS_ep_size);
@@ -184,24 +207,23 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
   options.metrics_listen = absl::GetFlag(FLAGS_metrics_listen);
   options.port_file = absl::GetFlag(FLAGS_port_file);
   options.drain_timeout = absl::GetFlag(FLAGS_drain_timeout);
+  options.drain_delay = absl::GetFlag(FLAGS_drain_delay);
   options.allow_dispatch_option = absl::GetFlag(FLAGS_allow_dispatch_option);
   options.allow_admin = absl::GetFlag(FLAGS_allow_admin);
   options.progress_on_terminal =
       isatty(STDERR_FILENO) != 0 && absl::GetFlag(FLAGS_log_format) == "text";
-  for (const auto& [flag, text] :
-       {std::pair{absl::GetFlag(FLAGS_tls_cert), &options.server.tls_certificate},
-        {absl::GetFlag(FLAGS_tls_key), &options.server.tls_key},
-        {absl::GetFlag(FLAGS_tls_ca), &options.server.tls_ca}}) {
-    absl::StatusOr<std::string> file = ReadFlagFile(flag);
-    if (!file.ok()) return file.status();
-    *text = *std::move(file);
-  }
+  absl::StatusOr<TlsTexts> tls = ReadTlsFlags(
+      absl::GetFlag(FLAGS_tls_cert), absl::GetFlag(FLAGS_tls_key), absl::GetFlag(FLAGS_tls_ca));
+  if (!tls.ok()) return tls.status();
+  options.server.tls_certificate = std::move(tls->certificate);
+  options.server.tls_key = std::move(tls->key);
+  options.server.tls_ca = std::move(tls->ca);
+  if (absl::Status status = CheckTlsFiles(options.server); !status.ok()) return status;
   return options;
 }
 
 int UsageError(const absl::Status& status) {
-  // Last, where the eye is.
-  std::fprintf(stderr, "%s%s\nerror: %s\n", kUsage, DescribeFlags("control_plane_main.cc").c_str(),
+  std::fprintf(stderr, "expertmesh-control-plane: %s\nsee expertmesh-control-plane --help\n",
                std::string(status.message()).c_str());
   return kExitUsage;
 }
@@ -211,6 +233,10 @@ int Run(const std::vector<std::string>& args) {
   if (!line.ok()) return UsageError(line.status());
   if (line->help) {
     std::printf("%s%s", kUsage, DescribeFlags("control_plane_main.cc").c_str());
+    return 0;
+  }
+  if (line->version) {
+    std::printf("expertmesh-control-plane %s\n", EXPERTMESH_VERSION);
     return 0;
   }
   if (!line->positionals.empty()) {
@@ -226,10 +252,14 @@ int Run(const std::vector<std::string>& args) {
 
   InitLogging({*level, *format});
   ControlPlane control_plane(*std::move(options));
-  const StopSignals signals([&control_plane](int signal_number) {
-    LogInfo("stop asked for", {{"signal", signal_number}});
-    control_plane.Stop();
-  });
+  const StopSignals signals(
+      [&control_plane](int signal_number) {
+        LogInfo("stop asked for", {{"signal", signal_number}});
+        control_plane.Stop();
+      },
+      [](int signal_number) {
+        LogWarning("ending at once; calls in flight are lost", {{"signal", signal_number}});
+      });
   const absl::Status status = control_plane.Start();
   if (!status.ok()) {
     LogError(absl::StrCat("cannot start: ", status.message()));

@@ -84,14 +84,12 @@ absl::StatusOr<ExpertServerOptions> ReadFlags() {
   options.isa = *isa;
   options.progress_on_terminal =
       isatty(STDERR_FILENO) != 0 && absl::GetFlag(FLAGS_log_format) == "text";
-  for (const auto& [flag, text] :
-       {std::pair{absl::GetFlag(FLAGS_tls_cert), &options.tls_certificate},
-        {absl::GetFlag(FLAGS_tls_key), &options.tls_key},
-        {absl::GetFlag(FLAGS_tls_ca), &options.tls_ca}}) {
-    absl::StatusOr<std::string> file = ReadFlagFile(flag);
-    if (!file.ok()) return file.status();
-    *text = *std::move(file);
-  }
+  absl::StatusOr<TlsTexts> tls = ReadTlsFlags(
+      absl::GetFlag(FLAGS_tls_cert), absl::GetFlag(FLAGS_tls_key), absl::GetFlag(FLAGS_tls_ca));
+  if (!tls.ok()) return tls.status();
+  options.tls_certificate = std::move(tls->certificate);
+  options.tls_key = std::move(tls->key);
+  options.tls_ca = std::move(tls->ca);
   if (options.tls_certificate.empty() != options.tls_key.empty() ||
       (options.tls_ca.empty() && !options.tls_key.empty())) {
     return absl::InvalidArgumentError("--tls_cert and --tls_key go together, and with --tls_ca");
@@ -100,8 +98,7 @@ absl::StatusOr<ExpertServerOptions> ReadFlags() {
 }
 
 int UsageError(const absl::Status& status) {
-  // Last, where the eye is.
-  std::fprintf(stderr, "%s%s\nerror: %s\n", kUsage, DescribeFlags("expert_server_main.cc").c_str(),
+  std::fprintf(stderr, "expertmesh-expert-server: %s\nsee expertmesh-expert-server --help\n",
                std::string(status.message()).c_str());
   return kExitUsage;
 }
@@ -111,6 +108,10 @@ int Run(const std::vector<std::string>& args) {
   if (!line.ok()) return UsageError(line.status());
   if (line->help) {
     std::printf("%s%s", kUsage, DescribeFlags("expert_server_main.cc").c_str());
+    return 0;
+  }
+  if (line->version) {
+    std::printf("expertmesh-expert-server %s\n", EXPERTMESH_VERSION);
     return 0;
   }
   if (!line->positionals.empty()) {

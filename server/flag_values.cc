@@ -3,18 +3,45 @@
 #include <fstream>
 #include <sstream>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "server/ops/listen_address.h"
 
 namespace expertmesh {
 
-absl::StatusOr<std::string> ReadFlagFile(const std::string& path) {
+namespace {
+
+// An empty file is none: its flag would silently not count.
+absl::StatusOr<std::string> ReadFlagFile(const char* flag, const std::string& path) {
   if (path.empty()) return std::string();
   std::ifstream file(path, std::ios::binary);
   std::stringstream text;
   text << file.rdbuf();
-  if (!file) return absl::NotFoundError(absl::StrCat("cannot read ", path));
+  if (!file) return absl::NotFoundError(absl::StrCat("--", flag, ": cannot read ", path));
+  if (text.str().empty()) {
+    return absl::InvalidArgumentError(absl::StrCat("--", flag, ": nothing in ", path));
+  }
   return text.str();
+}
+
+}  // namespace
+
+absl::StatusOr<TlsTexts> ReadTlsFlags(const std::string& certificate, const std::string& key,
+                                      const std::string& ca) {
+  TlsTexts texts;
+  struct Flag {
+    const char* name;
+    const std::string& path;
+    std::string* text;
+  };
+  for (const Flag& flag : {Flag{"tls_cert", certificate, &texts.certificate},
+                           Flag{"tls_key", key, &texts.key}, Flag{"tls_ca", ca, &texts.ca}}) {
+    absl::StatusOr<std::string> text = ReadFlagFile(flag.name, flag.path);
+    if (!text.ok()) return text.status();
+    *flag.text = *std::move(text);
+  }
+  return texts;
 }
 
 absl::StatusOr<std::optional<CpuIsa>> ParseIsaFlag(const std::string& name) {
@@ -35,7 +62,22 @@ absl::Status CheckPositive(const char* flag, int64_t value) {
 absl::Status CheckPositive(const char* flag, absl::Duration value) {
   if (value > absl::ZeroDuration()) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      absl::StrCat("--", flag, " is ", absl::FormatDuration(value), "; above 0"));
+      absl::StrCat("--", flag, " is ", absl::FormatDuration(value), "; must be above 0"));
+}
+
+absl::Status CheckNotNegative(const char* flag, absl::Duration value) {
+  if (value >= absl::ZeroDuration()) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("--", flag, " is ", absl::FormatDuration(value), "; at least 0"));
+}
+
+absl::Status CheckAtMost(const char* flag, int64_t value, int64_t limit) {
+  if (value <= limit) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("--", flag, " is ", value, "; at most ", limit));
+}
+
+absl::Status CheckGrpcListenFlag(const char* flag, const std::string& value) {
+  return absl::StartsWith(value, "unix:") ? absl::OkStatus() : CheckListenAddress(flag, value);
 }
 
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ParseModelFlags(

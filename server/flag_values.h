@@ -17,12 +17,22 @@
 
 namespace expertmesh {
 
-// The file's text; empty for no path.
-absl::StatusOr<std::string> ReadFlagFile(const std::string& path);
+// The three of --tls_cert, --tls_key and --tls_ca, empty where the flag is.
+struct TlsTexts {
+  std::string certificate;
+  std::string key;
+  std::string ca;
+};
+absl::StatusOr<TlsTexts> ReadTlsFlags(const std::string& certificate, const std::string& key,
+                                      const std::string& ca);
 // nullopt for "auto".
 absl::StatusOr<std::optional<CpuIsa>> ParseIsaFlag(const std::string& name);
 absl::Status CheckPositive(const char* flag, int64_t value);
 absl::Status CheckPositive(const char* flag, absl::Duration value);
+absl::Status CheckNotNegative(const char* flag, absl::Duration value);
+absl::Status CheckAtMost(const char* flag, int64_t value, int64_t limit);
+// An address to listen on, or "unix:path", which gRPC takes as well.
+absl::Status CheckGrpcListenFlag(const char* flag, const std::string& value);
 // Pairs of name and folder, of --checkpoint and --model_name, and of --model's NAME=DIR.
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ParseModelFlags(
     const std::string& checkpoint, const std::string& model_name,

@@ -70,6 +70,10 @@ absl::StatusOr<CommandLine> ParseCommandLine(const std::vector<std::string>& arg
       result.help = true;
       continue;
     }
+    if (text == "--version") {
+      result.version = true;
+      continue;
+    }
     if (!absl::ConsumePrefix(&text, "--") &&
         (text.size() < 2 || !absl::ConsumePrefix(&text, "-"))) {
       result.positionals.push_back(args[i]);

@@ -20,6 +20,7 @@ std::string AbslUnparseFlag(ByteSize size);
 
 struct CommandLine {
   bool help = false;                     // --help or -h was there
+  bool version = false;                  // --version was there
   std::vector<std::string> positionals;  // what is no flag
 };
 

@@ -162,13 +162,13 @@ absl::StatusOr<std::unique_ptr<MetricsExposer>> MetricsExposer::Start(
         std::vector<std::string>{"listening_ports", address, "num_threads", "2"});
     const std::vector<int> ports = impl->exposer->GetListeningPorts();
     if (ports.empty()) {
-      return absl::UnavailableError(absl::StrCat("metrics: cannot listen on ", address));
+      return absl::UnavailableError(absl::StrCat("cannot listen on ", address));
     }
     impl->port = ports.front();
     impl->exposer->RegisterCollectable(registry->impl_);
   } catch (const std::exception& error) {
-    return absl::UnavailableError(absl::StrCat("metrics: cannot listen on ", address,
-                                               " (taken, or not an address of this machine)"));
+    return absl::UnavailableError(
+        absl::StrCat("cannot listen on ", address, " (taken, or not an address of this machine)"));
   }
   return std::unique_ptr<MetricsExposer>(new MetricsExposer(std::move(impl)));
 }

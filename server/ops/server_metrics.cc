@@ -80,12 +80,24 @@ ServerMetrics::ServerMetrics(MetricsRegistry* registry) : registry_(registry) {
   step_requests = registry->AddHistogram(
       "expertmesh_step_requests", "Requests, or pieces of them, in a step", {}, count_bounds);
   for (int s = 0; s < kNumStepStages; ++s) {
-    stage_seconds[s] = registry->AddHistogram(
-        "expertmesh_step_stage_seconds",
-        "Time of a step's stages; queue is the oldest request's wait, dispatch to combine are the "
-        "slowest rank's",
-        {{"stage", kStageNames[s]}}, stage_bounds);
+    stage_seconds[s] = registry->AddHistogram("expertmesh_step_stage_seconds",
+                                              "Time of a step's stages; queue is the oldest "
+                                              "request's wait, dispatch to combine are those "
+                                              "of the rank that computed longest",
+                                              {{"stage", kStageNames[s]}}, stage_bounds);
   }
+}
+
+void ServerMetrics::SetBuildInfo(const std::string& version, const std::string& instruction_set,
+                                 int32_t num_ranks) const {
+  if (registry_ == nullptr) return;
+  registry_
+      ->AddGauge(
+          "expertmesh_build_info",
+          "1; the labels say what runs: version, instruction set (empty where ranks are "
+          "other processes), number of ranks",
+          {{"version", version}, {"isa", instruction_set}, {"ranks", std::to_string(num_ranks)}})
+      .Set(1);
 }
 
 void ServerMetrics::CountCall(CallMethod method, absl::StatusCode code, double seconds) const {

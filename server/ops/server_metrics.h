@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <string>
 
 #include "absl/status/status.h"
 #include "server/ops/metrics.h"
@@ -30,6 +31,9 @@ struct ServerMetrics {
   ServerMetrics() = default;
   explicit ServerMetrics(MetricsRegistry* registry);  // outlives this object
 
+  // main: once, what this process is.
+  void SetBuildInfo(const std::string& version, const std::string& instruction_set,
+                    int32_t num_ranks) const;
   // rpc/: one answered call.
   void CountCall(CallMethod method, absl::StatusCode code, double seconds) const;
   void ObserveStage(StepStage stage, int64_t micros) const {

@@ -35,6 +35,7 @@ void EndBySignal(int signal_number) {
 
 struct StopSignals::Impl {
   std::function<void(int)> on_first;
+  std::function<void(int)> on_second;
   std::atomic<bool> ending = false;
   std::thread watcher;
   std::thread first;
@@ -47,7 +48,10 @@ struct StopSignals::Impl {
       if (sigwait(&set, &signal_number) != 0) continue;
       if (ending) return;
       if (signal_number == SIGUSR2) continue;  // anybody may send one
-      if (seen) EndBySignal(signal_number);
+      if (seen) {
+        if (on_second) on_second(signal_number);
+        EndBySignal(signal_number);
+      }
       seen = true;
       first = std::thread([this, signal_number] { on_first(signal_number); });
     }
@@ -60,8 +64,10 @@ void StopSignals::Block() {
   pthread_sigmask(SIG_BLOCK, &set, nullptr);
 }
 
-StopSignals::StopSignals(std::function<void(int)> on_first) : impl_(std::make_unique<Impl>()) {
+StopSignals::StopSignals(std::function<void(int)> on_first, std::function<void(int)> on_second)
+    : impl_(std::make_unique<Impl>()) {
   impl_->on_first = std::move(on_first);
+  impl_->on_second = std::move(on_second);
   impl_->watcher = std::thread([impl = impl_.get()] { impl->Watch(); });
 }
 

@@ -16,8 +16,9 @@ class StopSignals {
   static void Block();
 
   // `on_first` runs once, at the first signal, and may block. The second signal ends the process at
-  // once, as the signal would have done by itself.
-  explicit StopSignals(std::function<void(int signal_number)> on_first);
+  // once, as the signal would have done by itself, after `on_second`, which must not block.
+  explicit StopSignals(std::function<void(int signal_number)> on_first,
+                       std::function<void(int signal_number)> on_second = nullptr);
   // Waits for `on_first`, if it runs. The signals stay blocked.
   ~StopSignals();
   StopSignals(const StopSignals&) = delete;

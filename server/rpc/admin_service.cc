@@ -1,7 +1,11 @@
 #include "server/rpc/admin_service.h"
 
+#include <mutex>
+#include <thread>
 #include <utility>
+#include <vector>
 
+#include "absl/time/clock.h"
 #include "expertmesh/v1/admin.grpc.pb.h"
 #include "grpcpp/server_context.h"
 #include "server/ops/call_error.h"
@@ -13,31 +17,72 @@ namespace {
 class AdminServiceImpl final : public v1::AdminService::CallbackService {
  public:
   explicit AdminServiceImpl(AdminServiceOptions options) : options_(std::move(options)) {}
+  ~AdminServiceImpl() override {
+    if (drainer_.joinable()) drainer_.join();
+  }
 
   grpc::ServerUnaryReactor* GetStatus(grpc::CallbackServerContext* context,
                                       const v1::GetStatusRequest*,
                                       v1::GetStatusResponse* response) override {
+    const absl::Time arrival = absl::Now();
     *response = options_.status();
-    return Answer(context, CallMethod::kGetStatus, absl::OkStatus());
-  }
-
-  grpc::ServerUnaryReactor* Drain(grpc::CallbackServerContext* context, const v1::DrainRequest*,
-                                  v1::DrainResponse*) override {
-    return Answer(context, CallMethod::kDrain,
-                  CallError(ErrorReason::kNotImplemented,
-                            "Drain is not served yet; SIGTERM drains this process"));
-  }
-
- private:
-  grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, CallMethod method,
-                                   const absl::Status& status) const {
-    options_.metrics->CountCall(method, status.code(), 0);
     grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-    reactor->Finish(ToGrpcStatus(status));
+    Answer(reactor, CallMethod::kGetStatus, absl::OkStatus(), arrival);
     return reactor;
   }
 
+  grpc::ServerUnaryReactor* Drain(grpc::CallbackServerContext* context,
+                                  const v1::DrainRequest* request,
+                                  v1::DrainResponse* response) override {
+    const absl::Time arrival = absl::Now();
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    if (request->timeout_micros() < 0) {
+      Answer(reactor, CallMethod::kDrain,
+             InvalidFieldError("timeout_micros", request->timeout_micros(), "0 or more"), arrival);
+      return reactor;
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    waiting_.push_back({reactor, response, arrival});
+    if (waiting_.size() == 1) {
+      // The one before has nothing left to wait for.
+      if (drainer_.joinable()) drainer_.join();
+      const absl::Duration timeout = absl::Microseconds(request->timeout_micros());
+      drainer_ = std::thread([this, timeout] { RunDrain(timeout); });
+    }
+    return reactor;
+  }
+
+ private:
+  struct WaitingDrain {
+    grpc::ServerUnaryReactor* reactor;
+    v1::DrainResponse* response;
+    absl::Time arrival;
+  };
+
+  void RunDrain(absl::Duration timeout) {
+    const absl::StatusOr<v1::DrainResponse> answer = options_.drain(timeout);
+    std::vector<WaitingDrain> waiting;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      waiting.swap(waiting_);
+    }
+    for (const WaitingDrain& call : waiting) {
+      if (answer.ok()) *call.response = *answer;
+      Answer(call.reactor, CallMethod::kDrain, answer.status(), call.arrival);
+    }
+  }
+
+  void Answer(grpc::ServerUnaryReactor* reactor, CallMethod method, const absl::Status& status,
+              absl::Time arrival) const {
+    options_.metrics->CountCall(method, status.code(),
+                                absl::ToDoubleSeconds(absl::Now() - arrival));
+    reactor->Finish(ToGrpcStatus(status));
+  }
+
   const AdminServiceOptions options_;
+  std::mutex mutex_;
+  std::vector<WaitingDrain> waiting_;  // not empty: `drainer_` has not taken them yet
+  std::thread drainer_;
 };
 
 v1::RankState StateToWire(MemberState state) {

@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "expertmesh/v1/admin.pb.h"
@@ -23,9 +24,12 @@ struct AdminServiceOptions {
   const ServerMetrics* metrics = nullptr;
   // The status now; must not block.
   std::function<v1::GetStatusResponse()> status;
+  // Stops taking calls and waits for those admitted, as long as the timeout says, or the server's
+  // own where that is zero. Blocking; called on a thread of the service, one call at a time.
+  std::function<absl::StatusOr<v1::DrainResponse>(absl::Duration timeout)> drain;
 };
 
-// For operators. Drain is answered UNIMPLEMENTED: SIGTERM drains.
+// For operators. Calls of Drain beside one another wait for the first one's end and get its answer.
 std::unique_ptr<grpc::Service> NewAdminService(AdminServiceOptions options);
 
 // What control/ knows of a GetStatusResponse.

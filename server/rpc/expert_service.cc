@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "expertmesh/v1/expert_service.grpc.pb.h"
 #include "grpcpp/server_context.h"
 #include "server/ops/call_error.h"
@@ -74,12 +75,14 @@ class ExpertServiceImpl final : public RawForward {
   grpc::ServerUnaryReactor* GetModel(grpc::CallbackServerContext* context,
                                      const v1::GetModelRequest* request,
                                      v1::GetModelResponse* response) override {
-    return Answer(context, CallMethod::kGetModel, FillModel(request->model(), response));
+    const absl::Time arrival = absl::Now();
+    return Answer(context, CallMethod::kGetModel, FillModel(request->model(), response), arrival);
   }
 
   grpc::ServerUnaryReactor* ListModels(grpc::CallbackServerContext* context,
                                        const v1::ListModelsRequest*,
                                        v1::ListModelsResponse* response) override {
+    const absl::Time arrival = absl::Now();
     const bool ready = Ready();
     for (const v1::GetModelResponse& model : options_.models) {
       v1::ModelSummary* summary = response->add_models();
@@ -89,7 +92,7 @@ class ExpertServiceImpl final : public RawForward {
       summary->set_hidden_size(model.hidden_size());
       summary->set_ready(ready);
     }
-    return Answer(context, CallMethod::kListModels, absl::OkStatus());
+    return Answer(context, CallMethod::kListModels, absl::OkStatus(), arrival);
   }
 
  private:
@@ -119,8 +122,9 @@ class ExpertServiceImpl final : public RawForward {
   }
 
   grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, CallMethod method,
-                                   const absl::Status& status) const {
-    options_.metrics->CountCall(method, status.code(), 0);
+                                   const absl::Status& status, absl::Time arrival) const {
+    options_.metrics->CountCall(method, status.code(),
+                                absl::ToDoubleSeconds(absl::Now() - arrival));
     grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
     reactor->Finish(ToGrpcStatus(status));
     return reactor;

@@ -31,6 +31,15 @@ absl::Status UnwantedError(const grpc::CallbackServerContext& context, absl::Tim
   return absl::OkStatus();
 }
 
+absl::Status NameServersDeadline(absl::Status status, absl::Time arrival, absl::Time deadline,
+                                 absl::Duration max_deadline) {
+  if (!absl::IsDeadlineExceeded(status) || deadline < arrival + max_deadline) return status;
+  const std::string limit = absl::FormatDuration(max_deadline);
+  return CallError(ErrorReason::kDeadlinePassed,
+                   absl::StrCat("the server's --max_deadline of ", limit, " passed"),
+                   {.limit = limit});
+}
+
 absl::StatusOr<Buffer> AllocatePayload(Allocator* allocator, int64_t size_bytes) {
   absl::StatusOr<Buffer> buffer = allocator->Allocate(size_bytes);
   if (buffer.ok()) return buffer;
@@ -160,6 +169,7 @@ void ForwardReactor::Answer(absl::StatusOr<grpc::ByteBuffer> response) {
   if (absl::IsCancelled(status) && absl::Now() >= deadline_) {
     status = CallError(ErrorReason::kDeadlinePassed, "the call's deadline passed");
   }
+  status = NameServersDeadline(std::move(status), arrival_, deadline_, environment_.max_deadline);
   if (response.ok()) {
     metrics.response_bytes.Increment(static_cast<int64_t>(response->Length()));
     response_->Swap(&*response);

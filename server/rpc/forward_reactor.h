@@ -39,6 +39,9 @@ absl::Time EffectiveDeadline(const grpc::CallbackServerContext& context, absl::T
                              absl::Duration max_deadline);
 // Of a call that has waited: OK unless it was cancelled or its deadline has passed.
 absl::Status UnwantedError(const grpc::CallbackServerContext& context, absl::Time deadline);
+// Where `status` says that the deadline passed, and that was the server's own: the same, saying so.
+absl::Status NameServersDeadline(absl::Status status, absl::Time arrival, absl::Time deadline,
+                                 absl::Duration max_deadline);
 // RESOURCE_EXHAUSTED (BUFFERS_EXHAUSTED).
 absl::StatusOr<Buffer> AllocatePayload(Allocator* allocator, int64_t size_bytes);
 

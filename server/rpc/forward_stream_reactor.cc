@@ -332,7 +332,8 @@ void ForwardStreamReactor::Answer(const MessagePtr& message,
   if (!response.ok()) {
     v1::ForwardStreamResponse answer;
     answer.set_stream_seq(message->stream_seq);
-    *answer.mutable_error() = error = ToRpcStatus(response.status());
+    *answer.mutable_error() = error = ToRpcStatus(NameServersDeadline(
+        response.status(), message->arrival, message->deadline, environment_.max_deadline));
     response = EncodeSmallMessage(answer);
   }
   const auto size_bytes = static_cast<int64_t>(response->Length());

@@ -142,6 +142,10 @@ absl::Status CheckFingerprint(const std::string& expected, const ModelSpec& mode
 absl::Status ModelNotFoundError(const std::string& name, const std::string& served) {
   // Escapes the name, which may be anything.
   CallErrorDetails details = GetCallErrorDetails(InvalidFieldError("model", name, served)).value();
+  if (name.empty()) {
+    return CallError(ErrorReason::kModelNotFound,
+                     absl::StrCat("model is required: several are served: ", served), details);
+  }
   return CallError(ErrorReason::kModelNotFound,
                    absl::StrCat("no model '", details.value, "' here; served: ", served), details);
 }

@@ -91,7 +91,7 @@ absl::Status ValidateAdapterIndex(const Buffer& adapter_index, int64_t num_token
     const int32_t index = Element<int32_t>(adapter_index, i);
     if (index < -1 || index >= num_adapters) {
       return InvalidFieldError(absl::StrCat("adapter_index[", i, "]"), index,
-                               absl::StrCat("-1 to ", num_adapters - 1));
+                               num_adapters == 0 ? "-1" : absl::StrCat("-1 to ", num_adapters - 1));
     }
   }
   return absl::OkStatus();

@@ -90,7 +90,7 @@ void AddRoutingCases(const RequestTarget& target, std::vector<BadRequest>* cases
       [](Request* r) {
         for (int i = 0; i < kTokens; ++i) r->add_adapter_index(i == 2 ? 0 : -1);
       },
-      "adapter_index[2]", "0", "-1 to -1");
+      "adapter_index[2]", "0", "-1");
 }
 
 void AddTensorCases(const RequestTarget& target, std::vector<BadRequest>* cases) {

@@ -68,6 +68,8 @@ TEST_F(SlowModelTest, ACallWithoutDeadlineGetsTheServersOwn) {
   const CallOutcome longer = server->Forward(Request(2048), absl::Minutes(2));
   EXPECT_EQ(longer.code, absl::StatusCode::kDeadlineExceeded) << longer;
   EXPECT_EQ(longer.reason, "DEADLINE_PASSED");
+  EXPECT_EQ(longer.message, "the server's --max_deadline of 50ms passed");
+  EXPECT_EQ(longer.limit, "50ms");
   // The step runs to its end, and its buffers come back.
   EXPECT_TRUE(WaitForMetric(server.get(), "expertmesh_tokens_in_flight", 0));
   EXPECT_EQ(server->Metric(kInFlight), 0);
@@ -158,6 +160,12 @@ TEST(CallControlTest, SixtyFourMebibytes) {
             static_cast<double>(many.hidden_states().data().size()) + 4.0 * many.topk().ids_size() +
                 4.0 * many.topk().weights_size());
   EXPECT_GT(outcome.response.served_by().num_steps(), 50);
+  const v1::Timings& timings = outcome.response.timings();
+  EXPECT_GT(timings.compute_micros(), 0);
+  EXPECT_LE(timings.queue_micros() + timings.route_micros() + timings.plan_micros() +
+                timings.dispatch_micros() + timings.compute_micros() + timings.combine_micros(),
+            timings.total_micros())
+      << timings.ShortDebugString();
   const std::string& output = outcome.response.output().data();
   ASSERT_EQ(static_cast<int64_t>(output.size()), num_tokens * row_bytes);
   const std::string& unit = expected.response.output().data();

@@ -3,7 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <vector>
@@ -18,6 +22,7 @@ namespace {
 
 using ::testing::Contains;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr char kService[] = "expertmesh.v1.ExpertService";
 constexpr char kFixture[] = "tests/golden/qwen3_moe_bfloat16";
@@ -168,6 +173,7 @@ TEST(LifecycleTest, ASecondSignalEndsAtOnce) {
   const auto exit_code = server->process().Wait(absl::Seconds(10));
   ASSERT_TRUE(exit_code.ok()) << exit_code.status();
   EXPECT_EQ(*exit_code, -SIGINT);
+  EXPECT_THAT(server->process().Stderr(), HasSubstr("ending at once"));
   for (PendingForward& call : running) call.Wait();
 }
 
@@ -202,9 +208,72 @@ TEST(LifecycleTest, StatusForOperatorsWhereItIsAllowed) {
     EXPECT_EQ(rank.state(), v1::RANK_STATE_ACTIVE);
     EXPECT_EQ(rank.num_experts(), 2 * 4);
   }
-  const absl::Status drain = server->Drain();
-  EXPECT_EQ(drain.code(), absl::StatusCode::kUnimplemented);
-  EXPECT_THAT(std::string(drain.message()), HasSubstr("SIGTERM"));
+  int64_t rows = 0;
+  for (const v1::RankStatus& rank : status->ranks()) {
+    EXPECT_EQ(rank.num_steps(), 1u);
+    EXPECT_GT(rank.weight_bytes(), 0);
+    rows += static_cast<int64_t>(rank.num_expert_rows());
+  }
+  EXPECT_EQ(rows, 4 * 2);
+  EXPECT_GE(status->load_imbalance(), 1.0);
+  EXPECT_GT(status->epoch_age_micros(), 0);
+  EXPECT_LT(status->epoch_age_micros(), status->uptime_micros());
+  EXPECT_GE(server->Metric(absl::StrCat("expertmesh_build_info{isa=\"",
+                                        status->ranks(0).instruction_set(),
+                                        "\",ranks=\"3\",version=\"", status->version(), "\"}")),
+            1);
+}
+
+TEST(LifecycleTest, DrainByRpcLeavesTheProcessForSigterm) {
+  const SlowServer server(kSlow, {"--allow_admin"});
+  ASSERT_NE(server.get(), nullptr);
+  EXPECT_EQ(server->Drain(absl::Microseconds(-1)).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  PendingForward running = server->StartForward(SlowRequest(512));
+  ASSERT_TRUE(WaitForMetric(server.get(), "expertmesh_tokens_in_flight", 512));
+  const auto drained = server->Drain(absl::ZeroDuration());
+  ASSERT_TRUE(drained.ok()) << drained.status();
+  EXPECT_TRUE(drained->complete());
+  EXPECT_EQ(drained->num_requests_left(), 0);
+  const CallOutcome outcome = running.Wait();
+  EXPECT_TRUE(outcome.ok()) << outcome;
+  EXPECT_EQ(server->Forward(SlowRequest(3)).reason, "DRAINING");
+  EXPECT_EQ(server->Health(""), "NOT_SERVING");
+  EXPECT_TRUE(server->GetStatus()->draining());
+  EXPECT_TRUE(server->Drain(absl::ZeroDuration())->complete());
+  ASSERT_TRUE(server->process().Terminate().ok());
+  const auto exit_code = server->process().Wait(absl::Seconds(30));
+  ASSERT_TRUE(exit_code.ok()) << exit_code.status();
+  EXPECT_EQ(*exit_code, 0);
+}
+
+TEST(LifecycleTest, DrainByRpcIsBounded) {
+  const SlowServer server(kSlow, {"--allow_admin"});
+  ASSERT_NE(server.get(), nullptr);
+  std::vector<PendingForward> running;
+  for (int i = 0; i < 3; ++i) running.push_back(server->StartForward(SlowRequest(1024)));
+  ASSERT_TRUE(WaitForMetric(server.get(), "expertmesh_tokens_in_flight", 3 * 1024));
+  const auto drained = server->Drain(absl::Milliseconds(1));
+  ASSERT_TRUE(drained.ok()) << drained.status();
+  EXPECT_FALSE(drained->complete());
+  EXPECT_GT(drained->num_requests_left(), 0);
+  int64_t num_refused = 0;
+  for (PendingForward& call : running) num_refused += call.Wait().reason == "DRAINING";
+  EXPECT_EQ(num_refused, drained->num_requests_left());
+}
+
+// An idle server, and a prober that comes with a new connection each time.
+TEST(LifecycleTest, ADrainDelayShowsNewConnectionsThatTheServerLeaves) {
+  const auto server =
+      ServerUnderTest::Start({.checkpoint = kFixture, .args = {"--drain_delay=5s"}});
+  ASSERT_NE(server, nullptr);
+  ASSERT_TRUE(server->process().Terminate().ok());
+  ASSERT_TRUE(server->process().WaitForLine("draining", absl::Seconds(30)).ok());
+  EXPECT_EQ(server->HealthOverNewConnection(), "NOT_SERVING");
+  EXPECT_EQ(server->Forward(GoodRequest({"", 1, 0, 48, 12}, 4, 2)).reason, "DRAINING");
+  const auto exit_code = server->process().Wait(absl::Seconds(60));
+  ASSERT_TRUE(exit_code.ok()) << exit_code.status();
+  EXPECT_EQ(*exit_code, 0);
 }
 
 TEST(LifecycleTest, OnePortIsNeverShared) {
@@ -220,8 +289,37 @@ TEST(LifecycleTest, OnePortIsNeverShared) {
   EXPECT_EQ(*exit_code, 1);
   EXPECT_THAT((*second)->Stderr(), HasSubstr(absl::StrCat("cannot listen on ", server->address(),
                                                           ": Address already in use")));
+  EXPECT_THAT((*second)->Stderr(), Not(HasSubstr("grpc")));
   EXPECT_EQ(server->Health(""), "SERVING");
 }
+
+// Files of a PEM pair, and of another pair's key.
+class TlsFiles {
+ public:
+  TlsFiles() : folder_(testing::TempDir() + absl::StrCat("/tls_files_", getpid())) {
+    mkdir(folder_.c_str(), 0700);
+    for (const char* name : {"a", "b"}) {
+      const FinishedProcess made = RunToEnd(
+          {.path = "/usr/bin/openssl",
+           .args = {"req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+                    "-nodes", "-subj", "/CN=localhost", "-days", "2", "-keyout",
+                    Path(absl::StrCat(name, ".key")), "-out", Path(absl::StrCat(name, ".crt"))}});
+      EXPECT_EQ(made.exit_code, 0) << made.err;
+    }
+    std::ofstream(Path("empty"));
+    std::ofstream(Path("nonsense")) << "nonsense\n";
+  }
+  ~TlsFiles() {
+    for (const char* name : {"a.key", "a.crt", "b.key", "b.crt", "empty", "nonsense"}) {
+      unlink(Path(name).c_str());
+    }
+    rmdir(folder_.c_str());
+  }
+  std::string Path(const std::string& name) const { return absl::StrCat(folder_, "/", name); }
+
+ private:
+  const std::string folder_;
+};
 
 struct BadStart {
   std::vector<std::string> args;
@@ -231,10 +329,34 @@ struct BadStart {
 
 TEST(LifecycleTest, WhatIsWrongWithAStartIsSaid) {
   const std::string checkpoint = absl::StrCat("--checkpoint=", kFixture);
+  const TlsFiles tls;
+  const std::string cert_a = "--tls_cert=" + tls.Path("a.crt");
+  const std::string key_a = "--tls_key=" + tls.Path("a.key");
   for (const BadStart& bad : std::vector<BadStart>{
            {{}, 2, "--checkpoint is missing"},
            {{checkpoint, "--no_such_flag=1"}, 2, "there is no flag --no_such_flag"},
            {{checkpoint, "--local_ranks=0"}, 2, "--local_ranks is 0; at least 1"},
+           {{checkpoint, "--local_ranks=100000"}, 2, "--local_ranks is 100000; at most 1024"},
+           {{checkpoint, "--threads=100000"}, 2, "--threads is 100000; at most 4096"},
+           {{checkpoint, "--max_deadline=0"}, 2, "--max_deadline is 0; must be above 0"},
+           {{checkpoint, "--drain_delay=-1s"}, 2, "--drain_delay is -1s; at least 0"},
+           {{"--checkpoint=/no/such/folder", "--listen=127.0.0.1:99999"},
+            2,
+            "--listen is '127.0.0.1:99999'; expected host:port or [v6]:port, the port 0 to 65535"},
+           {{checkpoint, "--listen=127.0.0.1:"}, 2, "--listen is '127.0.0.1:'"},
+           {{checkpoint, "--metrics_listen=:9464"}, 2, "--metrics_listen is ':9464'"},
+           {{checkpoint, "--metrics_listen=127.0.0.1:70000"}, 2, "the port 0 to 65535"},
+           {{checkpoint, "--ep_size=2", "--rank_listen=10.0.0.1"}, 2, "--rank_listen is"},
+           {{checkpoint, cert_a}, 2, "--tls_cert needs --tls_key"},
+           {{checkpoint, key_a}, 2, "--tls_key needs --tls_cert"},
+           {{checkpoint, "--tls_ca=" + tls.Path("a.crt")}, 2, "--tls_ca needs --tls_cert"},
+           {{checkpoint, key_a, "--tls_cert=" + tls.Path("nonsense")}, 2, "--tls_cert: the file"},
+           {{checkpoint, cert_a, "--tls_key=" + tls.Path("nonsense")}, 2, "--tls_key: the file"},
+           {{checkpoint, cert_a, "--tls_key=" + tls.Path("b.key")}, 2, "--tls_key is not the key"},
+           {{checkpoint, cert_a, key_a, "--tls_ca=" + tls.Path("nonsense")}, 2, "--tls_ca: the"},
+           {{checkpoint, cert_a, key_a, "--tls_ca=" + tls.Path("empty")},
+            2,
+            "--tls_ca: nothing in"},
            {{checkpoint, "--local_ranks=two"}, 2, "local_ranks"},
            {{checkpoint, "--isa=mmx"}, 2, "known: auto, portable"},
            {{checkpoint, "--max_message_bytes=12parsecs"}, 2, "max_message_bytes"},
@@ -246,8 +368,13 @@ TEST(LifecycleTest, WhatIsWrongWithAStartIsSaid) {
            {{checkpoint, "--metrics_listen=", "--listen=203.0.113.7:1"},
             1,
             "cannot listen on 203.0.113.7:1"},
-           {{checkpoint, "--metrics_listen=203.0.113.7:1"}, 1, "203.0.113.7:1"},
-           {{checkpoint, "--metrics_listen=", "--listen=nonsense"}, 1, "nonsense"},
+           {{checkpoint, "--metrics_listen=203.0.113.7:1"},
+            1,
+            "--metrics_listen: cannot listen on 203.0.113.7:1"},
+           {{checkpoint, "--metrics_listen=", "--listen=no.such.host.invalid:1"},
+            1,
+            "--listen: cannot listen on no.such.host.invalid:1"},
+           {{checkpoint, "--metrics_listen=", "--listen=nonsense"}, 2, "--listen is 'nonsense'"},
        }) {
     SCOPED_TRACE(testing::PrintToString(bad.args));
     auto process =
@@ -258,7 +385,10 @@ TEST(LifecycleTest, WhatIsWrongWithAStartIsSaid) {
     EXPECT_EQ(*exit_code, bad.exit_code);
     EXPECT_THAT((*process)->Stderr(), HasSubstr(bad.says));
     if (bad.exit_code == 2) {
-      EXPECT_THAT((*process)->Stderr(), HasSubstr("usage: "));
+      const std::string text = (*process)->Stderr();
+      EXPECT_THAT(text, testing::StartsWith("expertmesh-control-plane: "));
+      EXPECT_THAT(text, HasSubstr("--help"));
+      EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 2);
     }
   }
 }
@@ -269,6 +399,18 @@ TEST(LifecycleTest, HelpIsNoError) {
   ASSERT_TRUE(process.ok()) << process.status();
   EXPECT_EQ(*(*process)->Wait(absl::Seconds(30)), 0);
   EXPECT_THAT((*process)->Stdout(), HasSubstr("--checkpoint"));
+  const FinishedProcess version =
+      RunToEnd({.path = SiblingBinary("expertmesh-control-plane"), .args = {"--version"}});
+  EXPECT_EQ(version.exit_code, 0);
+  EXPECT_THAT(version.out, testing::MatchesRegex("expertmesh-control-plane [0-9]+\\.[0-9.]+\n"));
+}
+
+TEST(LifecycleTest, RanksWithoutExpertsAreMentioned) {
+  const auto server =
+      ServerUnderTest::Start({.checkpoint = kFixture, .args = {"--local_ranks=14"}});
+  ASSERT_NE(server, nullptr);
+  EXPECT_THAT(server->process().Stderr(), HasSubstr("more ranks than a layer has experts"));
+  EXPECT_THAT(server->process().Stderr(), HasSubstr("idle=2"));
 }
 
 TEST(LifecycleTest, TwoModelsInOneProcess) {
@@ -289,7 +431,10 @@ TEST(LifecycleTest, TwoModelsInOneProcess) {
   const CallOutcome outcome = server->Forward(request);
   EXPECT_TRUE(outcome.ok()) << outcome;
   request.clear_model();
-  EXPECT_EQ(server->Forward(request).reason, "MODEL_NOT_FOUND");
+  const CallOutcome unnamed = server->Forward(request);
+  EXPECT_EQ(unnamed.reason, "MODEL_NOT_FOUND");
+  EXPECT_EQ(unnamed.field, "model");
+  EXPECT_EQ(unnamed.message, "model is required: several are served: a, b");
 }
 
 }  // namespace

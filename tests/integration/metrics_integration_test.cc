@@ -97,6 +97,8 @@ TEST_F(MetricsIntegrationTest, CountsCallsTokensBytesAndSteps) {
   EXPECT_EQ(server_->Metric(Calls("GetModel", "OK")), 3);
   EXPECT_EQ(server_->Metric(Calls("GetModel", "NOT_FOUND")), 1);
   EXPECT_EQ(server_->Metric(Calls("ListModels", "OK")), 1);
+  EXPECT_GT(server_->Metric("expertmesh_call_seconds_sum{method=\"GetModel\"}"), 0);
+  EXPECT_GT(server_->Metric("expertmesh_call_seconds_sum{method=\"ListModels\"}"), 0);
 
   EXPECT_EQ(server_->Metric("expertmesh_request_bytes_total"), request_bytes);
   // protobuf may order and pack the head otherwise; not by much.

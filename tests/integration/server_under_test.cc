@@ -71,6 +71,18 @@ absl::StatusOr<Response> ToStatusOr(const grpc::Status& status, Response respons
   return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
 }
 
+std::string CheckHealth(grpc::health::v1::Health::Stub* stub, const std::string& service) {
+  grpc::ClientContext context;
+  SetTimeout(&context, absl::Seconds(30));
+  grpc::health::v1::HealthCheckRequest request;
+  request.set_service(service);
+  grpc::health::v1::HealthCheckResponse response;
+  const grpc::Status status = stub->Check(&context, request, &response);
+  if (status.error_code() == grpc::StatusCode::NOT_FOUND) return "NOT_FOUND";
+  if (!status.ok()) return status.error_message();
+  return grpc::health::v1::HealthCheckResponse::ServingStatus_Name(response.status());
+}
+
 }  // namespace
 
 std::ostream& operator<<(std::ostream& out, const CallOutcome& outcome) {
@@ -212,24 +224,27 @@ absl::StatusOr<v1::GetStatusResponse> ServerUnderTest::GetStatus() {
   return ToStatusOr(status, std::move(response));
 }
 
-absl::Status ServerUnderTest::Drain() {
+absl::StatusOr<v1::DrainResponse> ServerUnderTest::Drain(absl::Duration timeout) {
   grpc::ClientContext context;
-  SetTimeout(&context, absl::Seconds(30));
+  SetTimeout(&context, absl::Seconds(60));
+  v1::DrainRequest request;
+  request.set_timeout_micros(absl::ToInt64Microseconds(timeout));
   v1::DrainResponse response;
-  const grpc::Status status = stubs_->admin.Drain(&context, {}, &response);
-  return ToStatusOr(status, std::move(response)).status();
+  const grpc::Status status = stubs_->admin.Drain(&context, request, &response);
+  return ToStatusOr(status, std::move(response));
 }
 
 std::string ServerUnderTest::Health(const std::string& service) {
-  grpc::ClientContext context;
-  SetTimeout(&context, absl::Seconds(30));
-  grpc::health::v1::HealthCheckRequest request;
-  request.set_service(service);
-  grpc::health::v1::HealthCheckResponse response;
-  const grpc::Status status = stubs_->health.Check(&context, request, &response);
-  if (status.error_code() == grpc::StatusCode::NOT_FOUND) return "NOT_FOUND";
-  if (!status.ok()) return status.error_message();
-  return grpc::health::v1::HealthCheckResponse::ServingStatus_Name(response.status());
+  return CheckHealth(&stubs_->health, service);
+}
+
+std::string ServerUnderTest::HealthOverNewConnection() {
+  grpc::ChannelArguments arguments;
+  // Not one that another channel has opened.
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  grpc::health::v1::Health::Stub stub(
+      grpc::CreateCustomChannel(address(), grpc::InsecureChannelCredentials(), arguments));
+  return CheckHealth(&stub, "");
 }
 
 std::vector<std::string> ServerUnderTest::ReflectedServices() {

@@ -72,9 +72,11 @@ class ServerUnderTest {
   absl::StatusOr<v1::ListModelsResponse> ListModels();
   absl::StatusOr<v1::ExplainResponse> Explain(const v1::ExplainRequest& request);
   absl::StatusOr<v1::GetStatusResponse> GetStatus();
-  absl::Status Drain();
+  // Zero: the server's own time.
+  absl::StatusOr<v1::DrainResponse> Drain(absl::Duration timeout);
   // "SERVING", "NOT_SERVING", "NOT_FOUND", or the error.
   std::string Health(const std::string& service);
+  std::string HealthOverNewConnection();
   // Names that reflection lists.
   std::vector<std::string> ReflectedServices();
 

@@ -35,6 +35,8 @@ TEST(CommandLineTest, EveryForm) {
   ASSERT_TRUE(ParseCommandLine({"--notest_bool"}).ok());
   EXPECT_FALSE(absl::GetFlag(FLAGS_test_bool));
   EXPECT_TRUE(ParseCommandLine({"-h"})->help);
+  EXPECT_FALSE(line->version);
+  EXPECT_TRUE(ParseCommandLine({"--version"})->version);
 }
 
 TEST(CommandLineTest, ErrorsNameTheFlag) {

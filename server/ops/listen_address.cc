@@ -1,0 +1,39 @@
+#include "server/ops/listen_address.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr int32_t kMaxPort = 65535;
+
+bool IsHost(absl::string_view host) {
+  if (absl::StartsWith(host, "[")) return host.size() > 2 && absl::EndsWith(host, "]");
+  return !host.empty() && !absl::StrContains(host, ":");
+}
+
+bool IsPort(absl::string_view port) {
+  int32_t number = 0;
+  return std::all_of(port.begin(), port.end(), absl::ascii_isdigit) &&
+         absl::SimpleAtoi(port, &number) && number <= kMaxPort;
+}
+
+}  // namespace
+
+absl::Status CheckListenAddress(absl::string_view flag, absl::string_view value) {
+  const size_t colon = value.rfind(':');
+  if (colon != absl::string_view::npos && IsHost(value.substr(0, colon)) &&
+      IsPort(value.substr(colon + 1))) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "--", flag, " is '", value, "'; expected host:port or [v6]:port, the port 0 to ", kMaxPort));
+}
+
+}  // namespace expertmesh

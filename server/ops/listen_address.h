@@ -1,0 +1,16 @@
+#ifndef EXPERTMESH_SERVER_OPS_LISTEN_ADDRESS_H_
+#define EXPERTMESH_SERVER_OPS_LISTEN_ADDRESS_H_
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+
+namespace expertmesh {
+
+// Whether a flag's value is "host:port" or "[v6]:port" with a port of 0 to 65535: libraries take a
+// larger one modulo 65536 and an empty one for some other. INVALID_ARGUMENT names the flag, the
+// value and what is expected. Whether the address can be bound is not asked.
+absl::Status CheckListenAddress(absl::string_view flag, absl::string_view value);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_OPS_LISTEN_ADDRESS_H_

@@ -1,0 +1,31 @@
+#include "server/ops/listen_address.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+namespace expertmesh {
+namespace {
+
+TEST(ListenAddressTest, HostAndPort) {
+  for (const char* value :
+       {"127.0.0.1:0", "127.0.0.1:65535", "localhost:50051", "[::1]:1", "[::]:00080"}) {
+    EXPECT_TRUE(CheckListenAddress("listen", value).ok()) << value;
+  }
+}
+
+TEST(ListenAddressTest, AnythingElseNamesFlagValueAndLimit) {
+  for (const char* value :
+       {"", ":", "nonsense", ":50051", "127.0.0.1", "127.0.0.1:", "127.0.0.1:65536",
+        "127.0.0.1:99999", "127.0.0.1:99999999999999999999", "127.0.0.1:-1", "127.0.0.1:+1",
+        "127.0.0.1: 1", "127.0.0.1:1s", "127.0.0.1:http", "::1:80", "[]:80", "[::1:80"}) {
+    const absl::Status status = CheckListenAddress("metrics_listen", value);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << value;
+    EXPECT_EQ(status.message(), std::string("--metrics_listen is '") + value +
+                                    "'; expected host:port or [v6]:port, the port 0 to 65535");
+  }
+}
+
+}  // namespace
+}  // namespace expertmesh
