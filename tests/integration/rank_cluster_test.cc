@@ -190,7 +190,8 @@ class Load {
   }
 
  private:
-  static constexpr absl::Duration kTimeout = absl::Seconds(2);
+  // A stopped rank is noticed, and its step lost, well within it.
+  static constexpr absl::Duration kTimeout = absl::Milliseconds(4 * kHeartbeatTimeoutMillis);
 
   void Run(size_t first) {
     for (size_t i = first; !stopping_; ++i) {
