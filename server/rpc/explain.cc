@@ -96,13 +96,16 @@ class Explanation {
       out->set_dispatch_bytes(out->dispatch_bytes() + num_sent * row_bytes);
       out->set_combine_bytes(out->combine_bytes() + slice.return_send_counts[peer] * partial_bytes);
     }
-    // An expert that occurs twice in a row computes it once.
+    // An expert that occurs twice in a row computes it once, unless each weight makes an input row
+    // of its own.
     std::vector<int32_t> experts;
     for (int64_t row = 0; row < slice.num_received_rows(); ++row) {
       experts.assign(slice.pair_local_expert.begin() + slice.pair_offsets[row],
                      slice.pair_local_expert.begin() + slice.pair_offsets[row + 1]);
       std::sort(experts.begin(), experts.end());
-      experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
+      if (!call_.apply_router_weight_on_input) {
+        experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
+      }
       out->set_num_expert_rows(out->num_expert_rows() + static_cast<int64_t>(experts.size()));
       active_[slice.ep_rank].insert(experts.begin(), experts.end());
     }
