@@ -185,7 +185,7 @@ TEST_F(FloodTest, AnswersThatAreNeverReadHoldBoundedMemoryAndMakeRoom) {
 // A connection that is alive, for it answers pings and has room in its socket, yet never makes room
 // for the message.
 TEST_F(FloodTest, AnAnswerThatIsNotWantedMakesRoomForOneThatIs) {
-  StartServer({"--max_inflight_bytes=200KiB"});
+  StartServer({"--max_inflight_bytes=240KiB"});
   v1::ForwardRequest request = GoodRequest(FixtureTarget(), 640, 1);
   request.mutable_server_gate();
   request.mutable_options()->set_output_dtype(v1::DATA_TYPE_FLOAT32);
