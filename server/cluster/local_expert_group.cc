@@ -325,9 +325,11 @@ absl::StatusOr<GroupStepResult> LocalExpertGroup::RunOnCaller(GroupStep step, ab
   }
   if (!errors.empty()) return FirstCause(errors);
   // The ranks took turns, so their times add up instead of overlapping.
-  result.timings.dispatch_micros = dispatched - begun;
-  result.timings.combine_micros =
-      std::max<int64_t>(0, NowMicros() - dispatched - result.timings.compute_micros);
+  const int64_t took = NowMicros() - begun;
+  const int64_t compute = std::min(result.timings.compute_micros, took);
+  // What was computed while rows were on their way is no dispatch.
+  const int64_t dispatch = std::min(dispatched - begun, took - compute);
+  result.timings = {dispatch, compute, took - compute - dispatch};
   return result;
 }
 

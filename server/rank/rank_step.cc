@@ -155,7 +155,10 @@ absl::Status RankStep::Begin() {
   return Mark(*stream_, &arrived_nanos_);
 }
 
-absl::Status RankStep::Compute() { return Keep(EnqueueCompute()); }
+absl::Status RankStep::Compute() {
+  compute_begun_nanos_ = NowNanos();
+  return Keep(EnqueueCompute());
+}
 
 absl::Status RankStep::EnqueueSharedExperts() {
   if (!slice_.header.include_shared_experts || slice_.num_source_tokens == 0) {
@@ -232,7 +235,9 @@ StepTimings RankStep::Timings() const {
                                      std::max(begun_nanos_, shared_begun_nanos_));
   StepTimings timings;
   timings.dispatch_micros = (arrived_nanos_ - begun_nanos_ - computed_meanwhile) / 1000;
-  timings.compute_micros = (computed_nanos_ - arrived_nanos_ + computed_meanwhile) / 1000;
+  // A thread that drives several ranks comes to this one later than the rows.
+  const int64_t begun_computing = std::max(arrived_nanos_, compute_begun_nanos_);
+  timings.compute_micros = (computed_nanos_ - begun_computing + computed_meanwhile) / 1000;
   timings.combine_micros = (finished_nanos_ - computed_nanos_) / 1000;
   return timings;
 }

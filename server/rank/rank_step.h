@@ -70,6 +70,7 @@ class RankStep {
   int64_t arrived_nanos_ = 0;
   int64_t shared_begun_nanos_ = 0;
   int64_t shared_done_nanos_ = 0;
+  int64_t compute_begun_nanos_ = 0;
   int64_t computed_nanos_ = 0;
   int64_t finished_nanos_ = 0;
 };
