@@ -13,7 +13,8 @@
 
 namespace expertmesh {
 
-// The one combine, used by every strategy, so that bytes never depend on which one ran. Its two halves:
+// The one combine, used by every strategy, so that bytes never depend on which one ran. Its two
+// halves:
 //
 //   owner    kSum: each received row's expert outputs, weighted, summed in float32 by ascending k,
 //            rounded to combine_dtype. kPerExpert: each expert output rounded to combine_dtype.
