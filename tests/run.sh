@@ -43,6 +43,12 @@ check_protos() {
     buf lint "$image" --config proto/buf.yaml
 }
 
+# ThreadSanitizer sees neither into Debian's gRPC nor into its absl::Mutex, so whatever the client library guards with
+# one looks like a race. What is above the services and clients runs in the other builds; the rest brings threads of its own.
+if [[ $preset == tsan ]]; then
+  filter+=(-E '^tests_(people|weather|forward_stream|lifecycle)_test$')
+fi
+
 phase install deploy/install_deps.sh --test
 if [[ $preset == release ]]; then
   phase format check_format

@@ -22,7 +22,7 @@ int64_t Percentile(const std::vector<int64_t>& sorted, double fraction) {
 }
 
 void BenchRecord::Add(absl::Duration latency, const absl::StatusOr<ForwardOutput>& answer) {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   if (!answer.ok()) {
     ++errors_by_code_[absl::StatusCodeToString(answer.status().code())];
     if (first_error_.ok()) first_error_ = answer.status();
@@ -34,7 +34,7 @@ void BenchRecord::Add(absl::Duration latency, const absl::StatusOr<ForwardOutput
 }
 
 void BenchRecord::Restart() {
-  absl::MutexLock lock(&mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   start_ = absl::Now();
   latencies_micros_.clear();
   num_tokens_ = server_micros_ = 0;
@@ -46,7 +46,7 @@ BenchSummary BenchRecord::Summarize() const {
   BenchSummary summary;
   std::vector<int64_t> sorted;
   {
-    absl::MutexLock lock(&mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     summary.seconds = absl::ToDoubleSeconds(absl::Now() - start_);
     summary.num_tokens = num_tokens_;
     summary.errors_by_code = errors_by_code_;
