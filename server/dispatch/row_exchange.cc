@@ -1,6 +1,7 @@
 #include "server/dispatch/row_exchange.h"
 
 #include <optional>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/base/checked_math.h"
@@ -47,8 +48,12 @@ absl::StatusOr<std::unique_ptr<DispatchHandle>> RowExchange::Start(
     const StepSlice& slice, absl::Span<const RowSpan> hidden_states,
     const DispatchContext& context) {
   auto exchange = std::make_unique<RowExchange>(slice, context);
-  if (absl::Status status = exchange->Begin(hidden_states); !status.ok()) return status;
-  return exchange;
+  absl::Status status = exchange->Begin(hidden_states);
+  if (status.ok()) return exchange;
+  // What was enqueued before the failure names the exchange's memory: the stream keeps it until
+  // that has run or was dropped. The error that counts is the first one.
+  context.stream->Enqueue([kept = std::move(exchange)] { return absl::OkStatus(); }).IgnoreError();
+  return status;
 }
 
 absl::Status RowExchange::Begin(absl::Span<const RowSpan> hidden_states) {
