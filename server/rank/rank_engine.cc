@@ -48,8 +48,9 @@ absl::Status RankEngine::LoadLayer(const WeightSource& source, const LayerSpec& 
   const auto load_shared = [&] {
     absl::StatusOr<std::unique_ptr<SharedExperts>> shared =
         SharedExperts::Load(source, layer_spec, backend());
-    if (shared.ok()) layer.shared = *std::move(shared);
-    return shared.status();
+    if (!shared.ok()) return shared.status();
+    layer.shared = *std::move(shared);
+    return absl::OkStatus();
   };
   const bool has_shared = layer_spec.shared_intermediate_size > 0;
   const int64_t expert_bytes = ExpertWeightBytes(model, layer_spec);
