@@ -46,6 +46,7 @@ struct ParallelFor::State {
   using Task = absl::FunctionRef<void(int64_t task, int worker)>;
 
   ParallelForOptions options;
+  std::mutex team;  // held by the caller that the team works for
   std::mutex mutex;
   std::condition_variable job_opened;
   std::condition_variable job_finished;
@@ -116,14 +117,31 @@ ParallelFor::~ParallelFor() = default;
 
 int ParallelFor::num_threads() const { return state_->options.num_threads; }
 
+bool ParallelFor::IsForOne(int64_t num_tasks, double estimated_micros) const {
+  return num_tasks <= 1 || state_->threads.empty() || estimated_micros < kMinParallelMicros;
+}
+
 void ParallelFor::Run(int64_t num_tasks, double estimated_micros, State::Task task) {
-  const int64_t num_helpers =
-      std::min<int64_t>(num_tasks - 1, static_cast<int64_t>(state_->threads.size()));
-  if (num_helpers <= 0 || estimated_micros < kMinParallelMicros) {
-    for (int64_t index = 0; index < num_tasks; ++index) task(index, 0);
-    return;
-  }
+  if (IsForOne(num_tasks, estimated_micros)) return RunAlone(num_tasks, task);
+  const std::lock_guard<std::mutex> team(state_->team);
+  RunByTeam(num_tasks, task);
+}
+
+void ParallelFor::RunNow(int64_t num_tasks, double estimated_micros, State::Task task) {
+  if (IsForOne(num_tasks, estimated_micros)) return RunAlone(num_tasks, task);
+  const std::unique_lock<std::mutex> team(state_->team, std::try_to_lock);
+  if (!team.owns_lock()) return RunAlone(num_tasks, task);
+  RunByTeam(num_tasks, task);
+}
+
+void ParallelFor::RunAlone(int64_t num_tasks, State::Task task) {
+  for (int64_t index = 0; index < num_tasks; ++index) task(index, 0);
+}
+
+void ParallelFor::RunByTeam(int64_t num_tasks, State::Task task) {
   State& state = *state_;
+  const int64_t num_helpers =
+      std::min<int64_t>(num_tasks - 1, static_cast<int64_t>(state.threads.size()));
   {
     const std::lock_guard<std::mutex> lock(state.mutex);
     state.task = &task;

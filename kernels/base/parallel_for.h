@@ -15,8 +15,9 @@ struct ParallelForOptions {
   int64_t spin_micros = 0;
 };
 
-// A fixed team of threads for one rank. Run is called by one thread at a time and must not be
-// nested; tasks must not block. Which thread runs a task must never influence a result.
+// A fixed team of threads for one rank, which works for one caller at a time. Thread safe; calls
+// must not be nested and tasks must not block. Which thread runs a task must never influence a
+// result.
 class ParallelFor {
  public:
   // std::system_error when the machine gives no more threads; those started have ended then.
@@ -30,14 +31,23 @@ class ParallelFor {
   // Calls task(i, worker) once for every i in [0, num_tasks), worker in [0, num_threads); returns
   // when all are done. Tasks start in ascending order. `estimated_micros` is the work of all tasks
   // on one thread: below kMinParallelMicros the caller runs everything, since waking a parked
-  // thread costs as much.
+  // thread costs as much. Otherwise waits while the team works for another caller.
   void Run(int64_t num_tasks, double estimated_micros,
            absl::FunctionRef<void(int64_t task, int worker)> task);
+
+  // The same, but does not wait for a busy team: the caller runs everything (as worker 0). For
+  // short work beside another caller's long one.
+  void RunNow(int64_t num_tasks, double estimated_micros,
+              absl::FunctionRef<void(int64_t task, int worker)> task);
 
   static constexpr double kMinParallelMicros = 250;
 
  private:
   struct State;
+  bool IsForOne(int64_t num_tasks, double estimated_micros) const;
+  static void RunAlone(int64_t num_tasks, absl::FunctionRef<void(int64_t task, int worker)> task);
+  void RunByTeam(int64_t num_tasks, absl::FunctionRef<void(int64_t task, int worker)> task);
+
   std::unique_ptr<State> state_;
 };
 

@@ -153,7 +153,7 @@ void CpuRowOps::RunPieces(int64_t num_rows, int64_t bytes_per_row,
   const int64_t rows_per_task =
       std::max<int64_t>(1, kMinTaskBytes / std::max<int64_t>(1, bytes_per_row));
   const int64_t num_tasks = (num_rows + rows_per_task - 1) / rows_per_task;
-  parallel_for_.Run(num_tasks, micros, [&](int64_t task, int) {
+  parallel_for_.RunNow(num_tasks, micros, [&](int64_t task, int) {
     const int64_t first = task * rows_per_task;
     run(first, std::min(first + rows_per_task, num_rows));
   });

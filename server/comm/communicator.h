@@ -17,6 +17,10 @@ struct CollectiveTag {
   uint64_t epoch = 0;
   uint64_t step = 0;
   uint32_t operation = 0;  // counts the collectives within a step
+  // Place in the epoch's total order (see Communicator); operations of one place run in the order
+  // in which one thread calls them. kAsCalled: the order of the calls is the total order.
+  int64_t order = kAsCalled;
+  static constexpr int64_t kAsCalled = -1;
   friend bool operator==(const CollectiveTag &, const CollectiveTag &) = default;
 };
 
@@ -44,6 +48,12 @@ struct AllGatherVParams {
 // params name must live until the stream has passed the operation or Abort has
 // returned. One thread at a time.
 //
+// Steps that overlap give their operations places, 0, 1, 2 and so on without gaps, that the control
+// plane chose; then any number of threads may call, whichever comes first, and the communicator
+// runs the operations one after the other by place. A place may hold several operations or none:
+// each rank closes it (CloseOrder) when it has called them all. Either all operations of an epoch
+// have places or none has.
+//
 // After any failure the communicator is broken: pending and later operations
 // fail with the first error on every rank (UNAVAILABLE a peer is lost,
 // DATA_LOSS counts, tags or checksums do not match, ABORTED after Abort), and
@@ -57,6 +67,10 @@ class Communicator {
   virtual absl::Status AllToAllV(const AllToAllVParams &params, Stream &stream) = 0;
   virtual absl::Status AllGatherV(const AllGatherVParams &params, Stream &stream) = 0;
   virtual absl::Status Barrier(const CollectiveTag &tag, Stream &stream) = 0;
+
+  // This rank calls no further operation with this place: once those that it called are done, the
+  // next place's turn comes. Once for each place, in any order; any thread. Does not block.
+  virtual void CloseOrder(int64_t order) = 0;
 
   // Local, any thread, idempotent: ends pending operations on every rank with
   // ABORTED and `reason`. When it has returned, the communicator touches no

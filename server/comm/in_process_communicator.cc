@@ -1,9 +1,11 @@
 #include "server/comm/in_process_communicator.h"
 
+#include <mutex>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "server/comm/in_process_exchange.h"
+#include "server/comm/operation_places.h"
 
 namespace expertmesh {
 namespace {
@@ -59,6 +61,12 @@ class InProcessCommunicator : public Communicator {
     return Post(call, stream);
   }
 
+  // Ranks meet at each operation by itself: nobody waits for those before it.
+  void CloseOrder(int64_t order) override {
+    const std::lock_guard<std::mutex> lock(places_mutex_);
+    places_.Close(order);
+  }
+
   void Abort(const absl::Status& reason) override {
     exchange_->Break(absl::AbortedError(
         absl::StrCat("rank ", ep_rank_, " aborted the communicator: ", reason.ToString())));
@@ -87,18 +95,22 @@ class InProcessCommunicator : public Communicator {
 
   absl::Status Post(const InProcessExchange::Call& call, Stream& stream) {
     if (absl::Status status = exchange_->broken(); !status.ok()) return status;
-    const int64_t sequence = next_sequence_++;
-    absl::Status status =
-        stream.Enqueue([exchange = exchange_, ep_rank = ep_rank_, sequence, call] {
-          return exchange->Arrive(ep_rank, sequence, call);
-        });
+    OperationPlace place;
+    {
+      const std::lock_guard<std::mutex> lock(places_mutex_);
+      place = places_.Next(call.tag);
+    }
+    absl::Status status = stream.Enqueue([exchange = exchange_, ep_rank = ep_rank_, place, call] {
+      return exchange->Arrive(ep_rank, place, call);
+    });
     status.Update(stream.WaitFor(call.done));
     return status;
   }
 
   const std::shared_ptr<InProcessExchange> exchange_;
   const int32_t ep_rank_;
-  int64_t next_sequence_ = 0;
+  std::mutex places_mutex_;
+  OperationPlaces places_;
   std::vector<int64_t> bytes_sent_;
 };
 

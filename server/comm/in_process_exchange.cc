@@ -83,14 +83,7 @@ void InProcessExchange::CopyBlock(const Participant& from, int32_t from_rank, co
               static_cast<size_t>(size_bytes));
 }
 
-InProcessExchange::Operation& InProcessExchange::OperationAt(int64_t sequence) {
-  while (first_sequence_ + static_cast<int64_t>(operations_.size()) <= sequence) {
-    operations_.emplace_back().participants.resize(ep_size_);
-  }
-  return operations_[sequence - first_sequence_];
-}
-
-absl::Status InProcessExchange::Arrive(int32_t ep_rank, int64_t sequence, const Call& call) {
+absl::Status InProcessExchange::Arrive(int32_t ep_rank, OperationPlace place, const Call& call) {
   std::vector<int64_t> send_offsets = PrefixSums(call.send_bytes);
   std::vector<int64_t> recv_offsets = PrefixSums(call.receive_bytes);
   std::vector<Event> finished;
@@ -100,7 +93,8 @@ absl::Status InProcessExchange::Arrive(int32_t ep_rank, int64_t sequence, const 
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!broken_.ok()) return broken_;
-    operation = &OperationAt(sequence);
+    operation = &operations_[place];
+    operation->participants.resize(ep_size_);
     Participant& self = operation->participants[ep_rank];
     self.arrived = true;
     self.call = call;
@@ -152,10 +146,7 @@ absl::Status InProcessExchange::Arrive(int32_t ep_rank, int64_t sequence, const 
         finish_exchange(operation->participants[ep_rank]);
         if (peer != ep_rank) finish_exchange(operation->participants[peer]);
       }
-      while (!operations_.empty() && operations_.front().num_done == ep_size_) {
-        operations_.pop_front();
-        ++first_sequence_;
-      }
+      if (operation->num_done == ep_size_) operations_.erase(place);
     }
   }
   for (Event& event : finished) event.Signal(status);
@@ -164,7 +155,7 @@ absl::Status InProcessExchange::Arrive(int32_t ep_rank, int64_t sequence, const 
 
 void InProcessExchange::TakeBrokenEvents(std::vector<Event>* events) {
   if (num_copying_ > 0) return;  // the last copier does it
-  for (Operation& operation : operations_) {
+  for (auto& [place, operation] : operations_) {
     for (Participant& participant : operation.participants) {
       if (!participant.arrived || participant.signalled) continue;
       participant.signalled = true;

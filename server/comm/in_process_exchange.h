@@ -3,7 +3,7 @@
 
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
+#include <map>
 #include <mutex>
 #include <vector>
 
@@ -11,6 +11,7 @@
 #include "absl/types/span.h"
 #include "kernels/base/stream.h"
 #include "server/comm/communicator.h"
+#include "server/comm/operation_places.h"
 
 namespace expertmesh {
 
@@ -37,9 +38,9 @@ class InProcessExchange {
   int32_t ep_size() const { return ep_size_; }
   absl::Status broken() const;
 
-  // Rank `ep_rank` reaches its operation number `sequence` (counted from 0 per rank). Copies what
-  // can be copied now. The first error if the exchange is broken; then nothing was touched.
-  absl::Status Arrive(int32_t ep_rank, int64_t sequence, const Call& call);
+  // Rank `ep_rank` reaches the operation at `place`. Copies what can be copied now. The first error
+  // if the exchange is broken; then nothing was touched.
+  absl::Status Arrive(int32_t ep_rank, OperationPlace place, const Call& call);
 
   // Breaks the exchange, if it is whole, with `status`; returns when no copy is running any more.
   void Break(const absl::Status& status);
@@ -64,9 +65,8 @@ class InProcessExchange {
                          int32_t b_rank) const;
   void CopyBlock(const Participant& from, int32_t from_rank, const Participant& to,
                  int32_t to_rank) const;
-  // Both need mutex_.
-  Operation& OperationAt(int64_t sequence);
-  // Events of all ranks that still wait, once the exchange is broken and no copy is running.
+  // Needs mutex_. Events of all ranks that still wait, once the exchange is broken and no copy is
+  // running.
   void TakeBrokenEvents(std::vector<Event>* events);
 
   const int32_t ep_size_;
@@ -74,9 +74,7 @@ class InProcessExchange {
   std::condition_variable no_copy_;
   absl::Status broken_;
   int64_t num_copying_ = 0;
-  int64_t first_sequence_ = 0;  // of operations_.front()
-  // References to elements stay valid while others are added or removed at the ends.
-  std::deque<Operation> operations_;
+  std::map<OperationPlace, Operation> operations_;  // that not all ranks are done with
 };
 
 }  // namespace expertmesh

@@ -1,9 +1,11 @@
 #include "server/comm/tcp_communicator.h"
 
+#include <mutex>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "server/comm/operation_places.h"
 #include "server/comm/tcp_exchange.h"
 #include "server/comm/tcp_operation.h"
 
@@ -62,6 +64,15 @@ class TcpCommunicator : public Communicator {
     return Post(std::move(operation), stream);
   }
 
+  void CloseOrder(int64_t order) override {
+    int64_t num_operations;
+    {
+      const std::lock_guard<std::mutex> lock(places_mutex_);
+      num_operations = places_.Close(order);
+    }
+    exchange_->CloseOrder(order, num_operations);
+  }
+
   void Abort(const absl::Status& reason) override {
     exchange_->Break(absl::AbortedError(
         absl::StrCat("rank ", ep_rank(), " aborted the communicator: ", reason.ToString())));
@@ -97,17 +108,23 @@ class TcpCommunicator : public Communicator {
 
   absl::Status Post(std::shared_ptr<TcpOperation> operation, Stream& stream) {
     if (absl::Status status = exchange_->broken(); !status.ok()) return status;
+    OperationPlace place;
+    {
+      const std::lock_guard<std::mutex> lock(places_mutex_);
+      place = places_.Next(operation->tag);
+    }
     const Event done = operation->done;
-    absl::Status status = stream.Enqueue(
-        [exchange = exchange_, sequence = next_sequence_++, operation = std::move(operation)] {
-          return exchange->Start(sequence, operation);
+    absl::Status status =
+        stream.Enqueue([exchange = exchange_, place, operation = std::move(operation)] {
+          return exchange->Start(place, operation);
         });
     status.Update(stream.WaitFor(done));
     return status;
   }
 
   const std::shared_ptr<TcpExchange> exchange_;
-  int64_t next_sequence_ = 0;
+  std::mutex places_mutex_;
+  OperationPlaces places_;
   std::vector<int64_t> bytes_sent_;
 };
 

@@ -75,21 +75,42 @@ absl::Status TcpExchange::broken() const {
   return broken_;
 }
 
-absl::Status TcpExchange::Start(int64_t sequence, std::shared_ptr<TcpOperation> operation) {
+absl::Status TcpExchange::Start(OperationPlace place, std::shared_ptr<TcpOperation> operation) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (!broken_.ok()) return broken_;
-  started_.emplace(sequence, std::move(operation));
-  if (current_ == nullptr) {
-    BeginNext();
-    Advance(thread_.joinable() ? kRoundsOfStarter : std::numeric_limits<int>::max());
-    if (current_ != nullptr) WakeBy(deadline_);
-    if (CanMove()) Wake();
+  if (place < next_) {
+    // Another step has had it: no peer will come.
+    BreakLocked(
+        absl::DataLossError(absl::StrCat("rank ", ep_rank_, " calls ", operation->ToString(),
+                                         " at place ", place.order, ", which is past")));
+  } else {
+    started_.emplace(place, std::move(operation));
   }
+  Proceed();
   const absl::Status status = broken_;
   Signals signals = std::exchange(signals_, {});
   lock.unlock();
   Signal(signals);
   return status;
+}
+
+void TcpExchange::CloseOrder(int64_t order, int64_t num_operations) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!broken_.ok() || order < next_.order) return;
+  closed_orders_.emplace(order, num_operations);
+  PassClosedOrders();
+  Proceed();
+  Signals signals = std::exchange(signals_, {});
+  lock.unlock();
+  Signal(signals);
+}
+
+void TcpExchange::Proceed() {
+  if (current_ != nullptr || !broken_.ok()) return;
+  BeginNext();
+  Advance(thread_.joinable() ? kRoundsOfStarter : std::numeric_limits<int>::max());
+  if (current_ != nullptr) WakeBy(deadline_);
+  if (CanMove()) Wake();
 }
 
 void TcpExchange::Break(const absl::Status& status) {
@@ -172,7 +193,7 @@ TcpExchange::Time TcpExchange::NextDeadline() const {
 // True if Advance has something to do without waiting for a socket.
 bool TcpExchange::CanMove() const {
   if (!broken_.ok()) return false;
-  if (current_ == nullptr) return started_.count(next_sequence_) > 0;
+  if (current_ == nullptr) return started_.count(next_) > 0;
   return std::any_of(links_.begin(), links_.end(), [](const Link& link) {
     return !link.failed &&
            ((!link.data.sent() && link.writable) || (!link.data.received() && link.readable));
@@ -223,13 +244,23 @@ void TcpExchange::Lose(const absl::Status& status, std::chrono::nanoseconds pati
   WakeBy(loss_deadline_);
 }
 
+void TcpExchange::PassClosedOrders() {
+  auto closed = closed_orders_.find(next_.order);
+  while (closed != closed_orders_.end() && closed->second <= next_.index) {
+    closed_orders_.erase(closed);
+    next_ = {next_.order + 1, 0};
+    closed = closed_orders_.find(next_.order);
+  }
+}
+
 // Makes the next operation, if it has been started, the current one.
 void TcpExchange::BeginNext() {
-  const auto next = started_.find(next_sequence_);
+  const auto next = started_.find(next_);
   if (next == started_.end()) return;
   current_ = std::move(next->second);
   started_.erase(next);
-  ++next_sequence_;
+  ++next_.index;
+  PassClosedOrders();
   const TcpOperation& operation = *current_;
   deadline_ = std::chrono::steady_clock::now() + operation_timeout_;
   if (absl::Status status = operation.CopyOwnBlock(); !status.ok()) {
@@ -362,7 +393,7 @@ void TcpExchange::BreakLocked(const absl::Status& status) {
   broken_ = status;
   for (const Link& link : links_) link.notices.Say(status);
   if (current_ != nullptr) signals_.emplace_back(std::exchange(current_, nullptr)->done, status);
-  for (const auto& [sequence, operation] : started_) signals_.emplace_back(operation->done, status);
+  for (const auto& [place, operation] : started_) signals_.emplace_back(operation->done, status);
   started_.clear();
 }
 

@@ -15,6 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "kernels/base/stream.h"
+#include "server/comm/operation_places.h"
 #include "server/comm/tcp_link.h"
 #include "server/comm/tcp_mesh.h"
 #include "server/comm/tcp_notices.h"
@@ -36,10 +37,13 @@ class TcpExchange {
   int32_t ep_size() const { return static_cast<int32_t>(links_.size()); }
   absl::Status broken() const;
 
-  // The stream has reached operation number `sequence` (counted from 0). Operations run one after
-  // the other in this order, whatever order they are started in. Moves what can be moved at once;
-  // the rest is the own thread's. The first error if the exchange is broken.
-  absl::Status Start(int64_t sequence, std::shared_ptr<TcpOperation> operation);
+  // The stream has reached the operation at `place`. Operations run one after the other by place,
+  // whatever order they are started in. Moves what can be moved at once; the rest is the own
+  // thread's. The first error if the exchange is broken.
+  absl::Status Start(OperationPlace place, std::shared_ptr<TcpOperation> operation);
+
+  // The order has `num_operations` and no more: after them the next order's turn comes.
+  void CloseOrder(int64_t order, int64_t num_operations);
 
   // Breaks the exchange, if it is whole, with `status`, and tells the peers, which break too. When
   // it has returned no buffer is touched any more.
@@ -74,7 +78,10 @@ class TcpExchange {
   void ReadNotice(int32_t rank);
   void PeerLeft(Link& link, const absl::Status& status);
   void Lose(const absl::Status& status, std::chrono::nanoseconds patience);
+  void PassClosedOrders();
   void BeginNext();
+  // Moves on, on the caller's thread, if the next operation can begin.
+  void Proceed();
   void Advance(int max_rounds);
   bool CanMove() const;
   bool AdvanceLink(int32_t rank);
@@ -92,8 +99,9 @@ class TcpExchange {
   mutable std::mutex mutex_;  // guards what follows
   absl::Status broken_;
   std::vector<Link> links_;  // [ep_size]; the own rank's is unused
-  std::map<int64_t, std::shared_ptr<TcpOperation>> started_;
-  int64_t next_sequence_ = 0;  // of the operation after current_
+  std::map<OperationPlace, std::shared_ptr<TcpOperation>> started_;
+  std::map<int64_t, int64_t> closed_orders_;  // how many operations each has, from next_ on
+  OperationPlace next_;  // of the operation after current_; its order is not spent
   std::shared_ptr<TcpOperation> current_;
   uint64_t imbalance_ = 0;       // sum of the headers that have come, and the own one
   Time deadline_ = Time::max();  // of current_

@@ -210,7 +210,8 @@ absl::StatusOr<absl::Span<const int64_t>> RowExchange::RemoteBytes(absl::Span<co
 
 CollectiveTag RowExchange::Tag(uint32_t operation) const {
   const StepHeader& header = slice_.header;
-  return {header.incarnation, header.epoch, header.step, operation};
+  return {header.incarnation, header.epoch, header.step, operation,
+          operation == kCombineOperation ? header.combine_order : header.dispatch_order};
 }
 
 absl::Status RowExchange::AllToAll(uint32_t operation, const std::byte* send,

@@ -35,6 +35,10 @@ struct StepHeader {
   uint64_t incarnation = 0;
   uint64_t epoch = 0;
   uint64_t step = 0;
+  // Places of the step's collectives, before and after its experts, among all of the epoch; the
+  // group gives them (CollectiveTag). Both -1: the order of the calls.
+  int64_t dispatch_order = -1;
+  int64_t combine_order = -1;
   std::string model;
   int32_t layer = 0;                            // the checkpoint's own index
   DispatchMode strategy = DispatchMode::kAuto;  // never kAuto once planned

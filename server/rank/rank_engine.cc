@@ -110,11 +110,19 @@ absl::StatusOr<std::unique_ptr<RankStep>> RankEngine::Begin(StepSlice slice, Tok
   return step;
 }
 
+void RankEngine::SkipOrder(uint64_t incarnation, uint64_t epoch, int64_t order) {
+  if (incarnation != incarnation_ || epoch != epoch_ || communicator_ == nullptr) return;
+  communicator_->CloseOrder(order);
+}
+
 absl::StatusOr<RankStepResult> RankEngine::RunStep(StepSlice slice, TokenShard shard,
-                                                   absl::Time deadline) {
+                                                   absl::Time deadline, ComputeTurns::Turn turn) {
+  const bool has_places = slice.header.dispatch_order >= 0;
   absl::StatusOr<std::unique_ptr<RankStep>> step = Begin(std::move(slice), std::move(shard));
   if (!step.ok()) return step.status();
-  if (absl::Status status = (*step)->Compute(); !status.ok()) return status;
+  absl::Status status =
+      has_places ? (*step)->ComputeInTurn(std::move(turn), deadline) : (*step)->Compute();
+  if (!status.ok()) return status;
   return (*step)->Finish(deadline);
 }
 

@@ -17,6 +17,7 @@
 #include "server/model/placement.h"
 #include "server/model/weight_source.h"
 #include "server/planning/step_plan.h"
+#include "server/rank/compute_turns.h"
 #include "server/rank/rank_backend.h"
 #include "server/rank/shared_experts.h"
 #include "server/rank/token_shard.h"
@@ -38,9 +39,22 @@ struct RankStepResult {
 
 class RankStep;
 
+// How many steps may overlap on a rank, whatever the control plane's --lanes.
+inline constexpr int32_t kMaxLanes = 4;
+
 // One rank: its experts' and the shared experts' packed weights, and its part of a step. It does
-// not know where its slice and its shard came from. One step at a time; all functions by one thread
-// at a time, except Abort.
+// not know where its slice and its shard came from. All functions by one thread at a time, except
+// Abort, and steps that overlap.
+//
+// Lanes: while one step's rows are on the wire another one's experts compute. Each step has a
+// thread of its own from Begin to its end; what orders the steps among each other is
+//   - the communicator, which runs collectives by the places that the control plane gave them
+//     (StepHeader::dispatch_order, combine_order): the same order on all ranks, whatever they take;
+//   - the turn (TakeTurn), by which they compute one after the other, in the order in which their
+//     slices came. That is the order of their dispatches, so a step that waits for its rows with
+//     the turn in hand keeps nobody waiting who could compute.
+// A step's dispatch has a lower place than its combine, and it waits for nothing else; so the
+// lowest place that is not done always gets done: nobody waits in a circle.
 class RankEngine {
  public:
   explicit RankEngine(RankEngineOptions options);
@@ -68,14 +82,24 @@ class RankEngine {
   // Any thread, but not during EnterEpoch.
   void Abort(const absl::Status& reason);
 
+  // No operation has this place: the step that was to have it does not come. Of another epoch:
+  // nothing happens.
+  void SkipOrder(uint64_t incarnation, uint64_t epoch, int64_t order);
+
+  // A step's place among those that overlap; steps that do not need none. In the order in which the
+  // slices came.
+  ComputeTurns::Turn TakeTurn() { return turns_.Take(); }
+
   // First phase of a step: see RankStep. A slice of another epoch is refused with UNAVAILABLE and
   // nothing happens. After any other error the communicator is aborted, because the peers count on
   // this rank: INVALID_ARGUMENT for a slice or shard that is inconsistent or does not fit what the
   // rank holds, NOT_FOUND for a model or layer that it does not hold, RESOURCE_EXHAUSTED.
   absl::StatusOr<std::unique_ptr<RankStep>> Begin(StepSlice slice, TokenShard shard);
 
-  // All phases. Blocking; every other rank must run the step on another thread.
-  absl::StatusOr<RankStepResult> RunStep(StepSlice slice, TokenShard shard, absl::Time deadline);
+  // All phases. Blocking; every other rank must run the step on another thread. Steps that overlap
+  // have places in their headers and a turn each.
+  absl::StatusOr<RankStepResult> RunStep(StepSlice slice, TokenShard shard, absl::Time deadline,
+                                         ComputeTurns::Turn turn = {});
 
  private:
   friend class RankStep;
@@ -92,6 +116,7 @@ class RankEngine {
   StepArenaPool device_arenas_;
   StepArenaPool host_arenas_;
   std::map<std::string, std::map<int32_t, Layer>> models_;
+  ComputeTurns turns_;
   uint64_t incarnation_ = 0;
   uint64_t epoch_ = 0;
   std::unique_ptr<Communicator> communicator_;

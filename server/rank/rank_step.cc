@@ -104,6 +104,21 @@ absl::Status RankStep::CheckLayer() const {
   return absl::OkStatus();
 }
 
+absl::Status RankStep::CheckOrder() const {
+  const StepHeader& header = slice_.header;
+  if (header.dispatch_order == -1 && header.combine_order == -1) return absl::OkStatus();
+  if (header.dispatch_order >= 0 && header.combine_order > header.dispatch_order) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat("slice.combine_order: ", header.combine_order,
+                                                 " must be above slice.dispatch_order ",
+                                                 header.dispatch_order));
+}
+
+void RankStep::CloseOrder(int64_t order) {
+  if (order >= 0 && engine_.communicator_ != nullptr) engine_.communicator_->CloseOrder(order);
+}
+
 absl::Status RankStep::AcquireArenas() {
   RankBackend& backend = engine_.backend();
   device_arena_ = engine_.device_arenas_.Acquire();
@@ -130,6 +145,7 @@ absl::Status RankStep::Begin() {
   }
   absl::Status status =
       CheckSlice(slice_, engine_.ep_rank(), engine_.ep_size(), layer_->num_local_experts);
+  if (status.ok()) status = CheckOrder();
   if (status.ok()) status = CheckShard();
   if (status.ok()) status = CheckLayer();
   if (!status.ok()) return status;
@@ -151,13 +167,27 @@ absl::Status RankStep::Begin() {
   absl::StatusOr<std::unique_ptr<DispatchHandle>> handle =
       (*strategy)->Dispatch(slice_, shard_.rows, context);
   if (!handle.ok()) return handle.status();
+  CloseOrder(header.dispatch_order);
   handle_ = *std::move(handle);
   return Mark(*stream_, &arrived_nanos_);
 }
 
 absl::Status RankStep::Compute() {
   compute_begun_nanos_ = NowNanos();
-  return Keep(EnqueueCompute());
+  absl::Status status = EnqueueSharedExperts();
+  if (status.ok()) status = EnqueueExperts();
+  return Keep(std::move(status));
+}
+
+absl::Status RankStep::ComputeInTurn(ComputeTurns::Turn turn, absl::Time deadline) {
+  turn.Wait();
+  compute_begun_nanos_ = NowNanos();
+  absl::Status status = EnqueueSharedExperts();
+  // Once the rows are there nothing of the experts' work is left to run in Finish, without the
+  // turn.
+  if (status.ok()) status = stream_->Wait(deadline);
+  if (status.ok()) status = EnqueueExperts();
+  return Keep(std::move(status));
 }
 
 absl::Status RankStep::EnqueueSharedExperts() {
@@ -183,8 +213,7 @@ absl::Status RankStep::EnqueueSharedExperts() {
   return shared_stream_->Record(shared_done_);
 }
 
-absl::Status RankStep::EnqueueCompute() {
-  if (absl::Status status = EnqueueSharedExperts(); !status.ok()) return status;
+absl::Status RankStep::EnqueueExperts() {
   absl::StatusOr<ExpertRows> rows = handle_->Permute();
   if (!rows.ok()) return rows.status();
   absl::StatusOr<std::byte*> memory =
@@ -210,7 +239,9 @@ absl::Status RankStep::EnqueueCompute() {
   }
   absl::Status status = Mark(*stream_, &computed_nanos_);
   if (!status.ok()) return status;
-  return handle_->Combine(output);
+  status = handle_->Combine(output);
+  if (status.ok()) CloseOrder(slice_.header.combine_order);
+  return status;
 }
 
 absl::StatusOr<RankStepResult> RankStep::Finish(absl::Time deadline) {

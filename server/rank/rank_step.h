@@ -30,6 +30,9 @@ class RankStep {
 
   // Does not block on peers.
   absl::Status Compute();
+  // The same for a step that overlaps with others: blocks until it is the step's turn and its rows
+  // have come, or `deadline`. The turn ends with the last work on the experts.
+  absl::Status ComputeInTurn(ComputeTurns::Turn turn, absl::Time deadline);
   // Blocks until everything is done: DEADLINE_EXCEEDED at `deadline`, ABORTED, UNAVAILABLE or
   // DATA_LOSS from the communicator, or an error of the work itself.
   absl::StatusOr<RankStepResult> Finish(absl::Time deadline);
@@ -42,8 +45,10 @@ class RankStep {
   absl::Status CheckShard() const;
   absl::Status CheckLayer() const;
   absl::Status AcquireArenas();
+  absl::Status CheckOrder() const;
   absl::Status EnqueueSharedExperts();
-  absl::Status EnqueueCompute();
+  absl::Status EnqueueExperts();
+  void CloseOrder(int64_t order);
   absl::Status EnqueueFinish();
   // Notes the time at which the stream gets here.
   static absl::Status Mark(Stream& stream, int64_t* nanos);

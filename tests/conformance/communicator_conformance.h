@@ -4,7 +4,9 @@
 // What every Communicator must do. Include it in one test file per implementation and instantiate
 // CommunicatorConformance with a factory.
 
+#include <algorithm>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -136,6 +138,89 @@ TEST_P(CommunicatorConformance, BarrierHoldsUntilTheLastRank) {
   for (int32_t self = 0; self < ep_size(); ++self) {
     EXPECT_TRUE(ranks_[self].stream->Wait(Soon()).ok());
     EXPECT_TRUE(passed[self].done());
+  }
+}
+
+// Two threads of each rank call operations that have places, each rank in an order of its own; some
+// places stay empty, some have several operations.
+TEST_P(CommunicatorConformance, PlacesOrderOperationsHoweverTheyAreCalled) {
+  constexpr int64_t kPlaces = 24;
+  const uint64_t seed = 4321;
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937_64 random(seed);
+  struct Operation {
+    std::unique_ptr<Stream> stream;
+    std::vector<std::byte> send;
+    std::vector<std::byte> receive;
+    std::vector<int64_t> counts;
+    absl::Status posted;
+  };
+  std::vector<int> num_operations;
+  std::vector<std::vector<int64_t>> sequences(ep_size());
+  std::vector<std::vector<std::vector<Operation>>> operations(ep_size());
+  for (int64_t place = 0; place < kPlaces; ++place) {
+    num_operations.push_back(static_cast<int>(random() % 3));
+    for (int32_t self = 0; self < ep_size(); ++self) {
+      sequences[self].push_back(place);
+      operations[self].emplace_back();
+    }
+    for (int i = 0; i < num_operations[place]; ++i) {
+      std::vector<int64_t> counts;
+      for (int32_t self = 0; self < ep_size(); ++self) {
+        counts.push_back(static_cast<int64_t>(random() % 20000));
+      }
+      for (int32_t self = 0; self < ep_size(); ++self) {
+        Operation& operation = operations[self].back().emplace_back();
+        operation.stream = GetParam().drive == CommunicatorDrive::kThreadedStreams
+                               ? NewThreadedHostStream()
+                               : NewInlineHostStream();
+        operation.counts = counts;
+        AppendPayload(self, 0, place * 2 + i, counts[self], &operation.send);
+        operation.receive.resize(std::accumulate(counts.begin(), counts.end(), int64_t{0}));
+      }
+    }
+  }
+  const auto call = [&](int32_t self, size_t first, size_t step) {
+    Communicator& communicator = *ranks_[self].communicator;
+    for (size_t at = first; at < sequences[self].size(); at += step) {
+      const int64_t place = sequences[self][at];
+      for (Operation& operation : operations[self][place]) {
+        AllGatherVParams params;
+        params.tag = MakeTag(place / 2, 0);
+        params.tag.order = place;
+        params.send = operation.send.data();
+        params.receive = operation.receive.data();
+        params.receive_bytes = operation.counts;
+        operation.posted = communicator.AllGatherV(params, *operation.stream);
+      }
+      communicator.CloseOrder(place);
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int32_t self = 0; self < ep_size(); ++self) {
+    std::shuffle(sequences[self].begin(), sequences[self].end(), random);
+    if (GetParam().drive == CommunicatorDrive::kOneThread) {
+      call(self, 0, 1);
+      continue;
+    }
+    for (size_t half = 0; half < 2; ++half) threads.emplace_back(call, self, half, 2);
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (int64_t place = 0; place < kPlaces; ++place) {
+    for (int i = 0; i < num_operations[place]; ++i) {
+      std::vector<std::byte> expected;
+      for (int32_t self = 0; self < ep_size(); ++self) {
+        const std::vector<std::byte>& sent = operations[self][place][i].send;
+        expected.insert(expected.end(), sent.begin(), sent.end());
+      }
+      for (int32_t self = 0; self < ep_size(); ++self) {
+        Operation& operation = operations[self][place][i];
+        ASSERT_TRUE(operation.posted.ok()) << operation.posted;
+        const absl::Status status = operation.stream->Wait(Soon());
+        ASSERT_TRUE(status.ok()) << status;
+        ASSERT_TRUE(operation.receive == expected) << "rank " << self << " place " << place;
+      }
+    }
   }
 }
 
