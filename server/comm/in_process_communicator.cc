@@ -34,7 +34,7 @@ class InProcessCommunicator : public Communicator {
     status.Update(CheckCounts("receive_bytes", params.receive_bytes));
     if (!status.ok()) return Refuse(status);
     for (int32_t peer = 0; peer < ep_size(); ++peer) {
-      if (peer != ep_rank_) bytes_sent_[peer] += params.send_bytes[peer];
+      if (peer != ep_rank_) CountSent(peer, params.send_bytes[peer]);
     }
     return Post(call, stream);
   }
@@ -50,7 +50,7 @@ class InProcessCommunicator : public Communicator {
       return Refuse(status);
     }
     for (int32_t peer = 0; peer < ep_size(); ++peer) {
-      if (peer != ep_rank_) bytes_sent_[peer] += params.receive_bytes[ep_rank_];
+      if (peer != ep_rank_) CountSent(peer, params.receive_bytes[ep_rank_]);
     }
     return Post(call, stream);
   }
@@ -63,7 +63,7 @@ class InProcessCommunicator : public Communicator {
 
   // Ranks meet at each operation by itself: nobody waits for those before it.
   void CloseOrder(int64_t order) override {
-    const std::lock_guard<std::mutex> lock(places_mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     places_.Close(order);
   }
 
@@ -75,6 +75,11 @@ class InProcessCommunicator : public Communicator {
   absl::Span<const int64_t> bytes_sent() const override { return bytes_sent_; }
 
  private:
+  void CountSent(int32_t peer, int64_t num_bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    bytes_sent_[peer] += num_bytes;
+  }
+
   absl::Status CheckCounts(const char* name, absl::Span<const int64_t> counts) const {
     if (static_cast<int64_t>(counts.size()) != ep_size()) {
       return absl::InvalidArgumentError(
@@ -97,7 +102,7 @@ class InProcessCommunicator : public Communicator {
     if (absl::Status status = exchange_->broken(); !status.ok()) return status;
     OperationPlace place;
     {
-      const std::lock_guard<std::mutex> lock(places_mutex_);
+      const std::lock_guard<std::mutex> lock(mutex_);
       place = places_.Next(call.tag);
     }
     absl::Status status = stream.Enqueue([exchange = exchange_, ep_rank = ep_rank_, place, call] {
@@ -109,7 +114,7 @@ class InProcessCommunicator : public Communicator {
 
   const std::shared_ptr<InProcessExchange> exchange_;
   const int32_t ep_rank_;
-  std::mutex places_mutex_;
+  std::mutex mutex_;  // guards what follows
   OperationPlaces places_;
   std::vector<int64_t> bytes_sent_;
 };

@@ -37,7 +37,7 @@ class TcpCommunicator : public Communicator {
     operation->send_bytes.assign(params.send_bytes.begin(), params.send_bytes.end());
     operation->receive_bytes.assign(params.receive_bytes.begin(), params.receive_bytes.end());
     for (int32_t peer = 0; peer < ep_size(); ++peer) {
-      if (peer != ep_rank()) bytes_sent_[peer] += params.send_bytes[peer];
+      if (peer != ep_rank()) CountSent(peer, params.send_bytes[peer]);
     }
     return Post(std::move(operation), stream);
   }
@@ -53,7 +53,7 @@ class TcpCommunicator : public Communicator {
     operation->receive = params.receive;
     operation->receive_bytes.assign(params.receive_bytes.begin(), params.receive_bytes.end());
     for (int32_t peer = 0; peer < ep_size(); ++peer) {
-      if (peer != ep_rank()) bytes_sent_[peer] += params.receive_bytes[ep_rank()];
+      if (peer != ep_rank()) CountSent(peer, params.receive_bytes[ep_rank()]);
     }
     return Post(std::move(operation), stream);
   }
@@ -67,7 +67,7 @@ class TcpCommunicator : public Communicator {
   void CloseOrder(int64_t order) override {
     int64_t num_operations;
     {
-      const std::lock_guard<std::mutex> lock(places_mutex_);
+      const std::lock_guard<std::mutex> lock(mutex_);
       num_operations = places_.Close(order);
     }
     exchange_->CloseOrder(order, num_operations);
@@ -81,6 +81,11 @@ class TcpCommunicator : public Communicator {
   absl::Span<const int64_t> bytes_sent() const override { return bytes_sent_; }
 
  private:
+  void CountSent(int32_t peer, int64_t num_bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    bytes_sent_[peer] += num_bytes;
+  }
+
   absl::Status CheckCounts(const char* name, absl::Span<const int64_t> counts) const {
     if (static_cast<int64_t>(counts.size()) != ep_size()) {
       return absl::InvalidArgumentError(
@@ -110,7 +115,7 @@ class TcpCommunicator : public Communicator {
     if (absl::Status status = exchange_->broken(); !status.ok()) return status;
     OperationPlace place;
     {
-      const std::lock_guard<std::mutex> lock(places_mutex_);
+      const std::lock_guard<std::mutex> lock(mutex_);
       place = places_.Next(operation->tag);
     }
     const Event done = operation->done;
@@ -123,7 +128,7 @@ class TcpCommunicator : public Communicator {
   }
 
   const std::shared_ptr<TcpExchange> exchange_;
-  std::mutex places_mutex_;
+  std::mutex mutex_;  // guards what follows
   OperationPlaces places_;
   std::vector<int64_t> bytes_sent_;
 };
