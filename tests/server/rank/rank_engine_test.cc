@@ -1,5 +1,6 @@
 #include "server/rank/rank_engine.h"
 
+#include <atomic>
 #include <functional>
 #include <optional>
 #include <random>
@@ -251,7 +252,7 @@ TEST_F(RankEngineTest, LoadsALayerOnce) {
       absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(engine.weight_bytes(), one_layer_bytes);
   // Layer 0 has no shared experts.
-  int64_t progress_bytes = 0;
+  std::atomic<int64_t> progress_bytes{0};  // several threads tell of it at once
   EXPECT_TRUE(engine
                   .LoadLayer(*source_, layers[0], *placement_,
                              [&](int64_t num_bytes) { progress_bytes += num_bytes; })
