@@ -100,7 +100,7 @@ void ForwardStreamReactor::Pump() {
         const auto* message = static_cast<const Message*>(state_.writing().get());
         grpc::WriteOptions options;
         // Small ones then share a packet and a system call.
-        if (state_.more_to_write()) options.set_buffer_hint();
+        if (state_.may_keep_back()) options.set_buffer_hint();
         lock.unlock();
         if (message->answer_room != 0) {
           environment_.unsent_stream_answers->StartSending(message->answer_room);

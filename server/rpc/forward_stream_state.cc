@@ -80,6 +80,7 @@ bool ForwardStreamState::OnAnswer(const MessagePtr& message, int64_t answer_byte
 
 ForwardStreamState::MessagePtr ForwardStreamState::OnWriteDone() {
   assert(writing_ != nullptr);
+  written_any_ = true;
   Charge(writing_.get(), 0);
   return std::exchange(writing_, nullptr);
 }

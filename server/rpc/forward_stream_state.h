@@ -68,8 +68,10 @@ class ForwardStreamState {
   // Of kWrite: the message to be answered. Its stream_seq is free again: a client that got the
   // answer may use it before the write is known to be done.
   const MessagePtr& writing() const { return writing_; }
-  // Of kWrite: another one will follow it at once.
-  bool more_to_write() const { return !answers_.empty(); }
+  // Of kWrite: it may be kept back to share a packet with the next one, which follows at once. Not
+  // a stream's first: the headers travel with it, and until they are out gRPC 1.51 does not say
+  // that a write kept back is done, so that none would follow.
+  bool may_keep_back() const { return written_any_ && !answers_.empty(); }
   // Of kFinish.
   const absl::Status& final_status() const { return final_status_; }
 
@@ -126,6 +128,7 @@ class ForwardStreamState {
   std::deque<MessagePtr> answers_;
   int64_t waiting_bytes_ = 0;
   MessagePtr writing_;
+  bool written_any_ = false;
   bool reading_ = false;
   bool reads_done_ = false;
   bool ended_ = false;

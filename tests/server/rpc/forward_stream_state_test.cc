@@ -50,6 +50,20 @@ TEST_F(ForwardStreamStateTest, AnswersOutOfOrderOneWriteAtATime) {
   EXPECT_EQ(state_.writing(), first);
 }
 
+TEST_F(ForwardStreamStateTest, KeepsBackWhatIsFollowedButNeverTheFirst) {
+  std::vector<MessagePtr> messages;
+  for (const uint64_t seq : {1, 2, 3}) messages.push_back(Arrive(seq, 0));
+  for (const MessagePtr& message : messages) EXPECT_TRUE(state_.OnAnswer(message, 10));
+  EXPECT_EQ(state_.Next(), Action::kWrite);
+  EXPECT_FALSE(state_.may_keep_back()) << "the headers go with it";
+  state_.OnWriteDone();
+  EXPECT_EQ(state_.Next(), Action::kWrite);
+  EXPECT_TRUE(state_.may_keep_back());
+  state_.OnWriteDone();
+  EXPECT_EQ(state_.Next(), Action::kWrite);
+  EXPECT_FALSE(state_.may_keep_back()) << "nothing follows";
+}
+
 TEST_F(ForwardStreamStateTest, WithholdsReadsUntilAnAnswerIsWritten) {
   const MessagePtr first = Arrive(1, 4 * kOverhead);  // with its overhead, all of it
   EXPECT_EQ(state_.Next(), Action::kNone);
