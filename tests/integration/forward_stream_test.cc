@@ -225,7 +225,7 @@ TEST(ForwardStreamIntegrationTest, EachErrorEndsItsMessageAlone) {
 
 class SlowStreamTest : public testing::Test {
  protected:
-  SlowStreamTest() : checkpoint_(SparseCheckpointShape{.intermediate_size = 1360}) {}
+  SlowStreamTest() : checkpoint_(SparseCheckpointShape{.intermediate_size = 1360 / kSlowdown}) {}
 
   std::unique_ptr<ServerUnderTest> StartServer(std::vector<std::string> args = {}) {
     args.push_back("--model_name=slow");
@@ -289,7 +289,7 @@ TEST_F(SlowStreamTest, ResetsLeaveNothingBehind) {
 }
 
 TEST_F(SlowStreamTest, DrainFinishesWhatIsInFlight) {
-  const auto server = StartServer();
+  const auto server = StartServer({"--drain_timeout=2m"});
   ASSERT_NE(server, nullptr);
   PlainStream busy(*server), idle(*server);
   ASSERT_TRUE(idle.Send(7, Request(1)));
