@@ -8,12 +8,12 @@
 
 #include <algorithm>
 #include <climits>
+#include <condition_variable>
+#include <mutex>
+#include <optional>
 #include <utility>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
-#include "absl/synchronization/notification.h"
 #include "client/client_error.h"
 #include "client/forward_wire.h"
 #include "client/retrying_call.h"
@@ -41,6 +41,29 @@ grpc::ChannelArguments ChannelArgs(const ExpertClientOptions& options) {
   return args;
 }
 
+// Where a blocking call waits for its answer. Made of std's parts, for ThreadSanitizer does not see
+// into Debian's build of absl::Notification.
+template <typename T>
+class AnswerSlot {
+ public:
+  void Put(absl::StatusOr<T> answer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    answer_ = std::move(answer);
+    // Under the mutex: the slot goes as soon as Take has seen the answer.
+    answered_.notify_one();
+  }
+  absl::StatusOr<T> Take() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    answered_.wait(lock, [this] { return answer_.has_value(); });
+    return *std::move(answer_);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable answered_;
+  std::optional<absl::StatusOr<T>> answer_;
+};
+
 }  // namespace
 
 void TuneGrpcBeforeFirstUse() { setenv("GRPC_EXPERIMENTS", "-tcp_read_chunks", /*overwrite=*/0); }
@@ -50,21 +73,21 @@ struct ExpertClient::Connection {
   std::shared_ptr<grpc::GenericStub> stub;
   RetryPolicy retry;
 
-  absl::Mutex mutex;
-  int64_t num_running ABSL_GUARDED_BY(mutex) = 0;
+  std::mutex mutex;
+  std::condition_variable idle;
+  int64_t num_running = 0;
 
   void Begin() {
-    absl::MutexLock lock(&mutex);
+    const std::lock_guard<std::mutex> lock(mutex);
     ++num_running;
   }
   void End() {
-    absl::MutexLock lock(&mutex);
-    --num_running;
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (--num_running == 0) idle.notify_all();
   }
   void WaitUntilIdle() {
-    absl::MutexLock lock(&mutex);
-    mutex.Await(absl::Condition(
-        +[](int64_t* running) { return *running == 0; }, &num_running));
+    std::unique_lock<std::mutex> lock(mutex);
+    idle.wait(lock, [this] { return num_running == 0; });
   }
 
   // Blocking unary call in protobuf messages.
@@ -78,14 +101,11 @@ struct ExpertClient::Connection {
         !status.ok()) {
       return StatusOfServer(status);
     }
-    absl::StatusOr<grpc::ByteBuffer> answer = absl::UnknownError("no answer yet");
-    absl::Notification answered;
-    RetryingCall::Start(stub, method, std::move(bytes), retry, absl::Now() + call.timeout,
-                        [&](absl::StatusOr<grpc::ByteBuffer> result) {
-                          answer = std::move(result);
-                          answered.Notify();
-                        });
-    answered.WaitForNotification();
+    AnswerSlot<grpc::ByteBuffer> slot;
+    RetryingCall::Start(
+        stub, method, std::move(bytes), retry, absl::Now() + call.timeout,
+        [&slot](absl::StatusOr<grpc::ByteBuffer> result) { slot.Put(std::move(result)); });
+    absl::StatusOr<grpc::ByteBuffer> answer = slot.Take();
     if (!answer.ok()) return answer.status();
     Response response;
     if (const grpc::Status status =
@@ -151,14 +171,10 @@ void ExpertClient::ForwardAsync(const ForwardInput& input, const CallOptions& ca
 
 absl::StatusOr<ForwardOutput> ExpertClient::Forward(const ForwardInput& input,
                                                     const CallOptions& call) {
-  absl::StatusOr<ForwardOutput> output = absl::UnknownError("no answer yet");
-  absl::Notification answered;
-  ForwardAsync(input, call, [&](absl::StatusOr<ForwardOutput> result) {
-    output = std::move(result);
-    answered.Notify();
-  });
-  answered.WaitForNotification();
-  return output;
+  AnswerSlot<ForwardOutput> slot;
+  ForwardAsync(input, call,
+               [&slot](absl::StatusOr<ForwardOutput> result) { slot.Put(std::move(result)); });
+  return slot.Take();
 }
 
 std::unique_ptr<ForwardStream> ExpertClient::OpenForwardStream(

@@ -4,14 +4,14 @@
 #include <grpcpp/support/client_callback.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/mutex.h"
 #include "client/client_error.h"
 #include "client/forward_wire.h"
 
@@ -49,7 +49,7 @@ class ForwardStream::Reactor final
         EncodeForwardStreamRequest(stream_seq, timeout_micros, input);
     if (!bytes.ok()) return bytes.status();
     {
-      absl::MutexLock lock(&mutex_);
+      const std::lock_guard<std::mutex> lock(mutex_);
       if (ended_) return EndStatus();
       if (half_closed_) return absl::FailedPreconditionError("the stream is half-closed");
       if (!HasRoom()) {
@@ -69,18 +69,18 @@ class ForwardStream::Reactor final
   }
 
   bool WaitForRoom(absl::Time deadline) {
-    absl::MutexLock lock(&mutex_);
-    return mutex_.AwaitWithDeadline(absl::Condition(
-                                        +[](Reactor* self) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-                                          return self->ended_ || self->HasRoom();
-                                        },
-                                        this),
-                                    deadline);
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto has_room = [this] { return ended_ || HasRoom(); };
+    if (deadline == absl::InfiniteFuture()) {
+      changed_.wait(lock, has_room);
+      return true;
+    }
+    return changed_.wait_until(lock, absl::ToChronoTime(deadline), has_room);
   }
 
   void Cancel(uint64_t stream_seq) {
     {
-      absl::MutexLock lock(&mutex_);
+      const std::lock_guard<std::mutex> lock(mutex_);
       if (ended_ || half_closed_ || in_flight_.count(stream_seq) == 0) return;
       to_write_.push_back(EncodeForwardStreamCancel(stream_seq));
     }
@@ -89,27 +89,27 @@ class ForwardStream::Reactor final
 
   void HalfClose() {
     {
-      absl::MutexLock lock(&mutex_);
+      const std::lock_guard<std::mutex> lock(mutex_);
       half_closed_ = true;
     }
     Pump();
   }
 
   void Abort() {
-    absl::MutexLock lock(&context_mutex_);
+    const std::lock_guard<std::mutex> lock(context_mutex_);
     if (context_ != nullptr) context_->TryCancel();
   }
 
   absl::Status AwaitEnd() {
-    absl::MutexLock lock(&mutex_);
-    mutex_.Await(absl::Condition(&done_));
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return done_; });
     return status_;
   }
 
   void OnReadDone(bool ok) override {
     if (!ok) {
       {
-        absl::MutexLock lock(&mutex_);
+        const std::lock_guard<std::mutex> lock(mutex_);
         broken_ = true;
       }
       return Pump();
@@ -118,19 +118,20 @@ class ForwardStream::Reactor final
     read_.Clear();
     if (!answer.ok()) {
       {
-        absl::MutexLock lock(&mutex_);
+        const std::lock_guard<std::mutex> lock(mutex_);
         if (status_.ok()) status_ = answer.status();
       }
       Abort();
     } else {
       Done done;
       {
-        absl::MutexLock lock(&mutex_);
+        const std::lock_guard<std::mutex> lock(mutex_);
         const auto found = in_flight_.find(answer->stream_seq);
         if (found != in_flight_.end()) {
           done = std::move(found->second.done);
           inflight_bytes_ -= found->second.bytes;
           in_flight_.erase(found);
+          changed_.notify_all();
         }
       }
       if (done) done(std::move(answer->result));
@@ -141,7 +142,7 @@ class ForwardStream::Reactor final
   void OnWriteDone(bool ok) override {
     grpc::ByteBuffer written;
     {
-      absl::MutexLock lock(&mutex_);
+      const std::lock_guard<std::mutex> lock(mutex_);
       written.Swap(&writing_);  // let go of without the mutex
       write_outstanding_ = false;
       if (!ok) broken_ = true;
@@ -154,7 +155,7 @@ class ForwardStream::Reactor final
     std::map<uint64_t, InFlight> unanswered;
     absl::Status why;
     {
-      absl::MutexLock lock(&mutex_);
+      const std::lock_guard<std::mutex> lock(mutex_);
       // What made us cancel the stream says more than the cancellation.
       if (status_.ok()) status_ = StatusOfServer(status);
       ended_ = true;
@@ -162,18 +163,20 @@ class ForwardStream::Reactor final
       unanswered = std::move(in_flight_);
       in_flight_.clear();
       inflight_bytes_ = 0;
+      changed_.notify_all();
     }
     for (auto& [seq, message] : unanswered) message.done(why);
     {
       // Before anybody learns of the end: they may drop the channel next, and gRPC 1.51 aborts when
       // a channel's last reference goes on one of its own threads.
-      absl::MutexLock lock(&context_mutex_);
+      const std::lock_guard<std::mutex> lock(context_mutex_);
       context_.reset();
       stub_.reset();
     }
-    absl::MutexLock lock(&mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     to_write_.clear();
     done_ = true;
+    changed_.notify_all();
   }
 
  private:
@@ -182,14 +185,14 @@ class ForwardStream::Reactor final
     Done done;
   };
 
-  bool HasRoom() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+  bool HasRoom() const {
     return in_flight_.empty() ||
            (inflight_bytes_ < options_.max_inflight_bytes &&
             static_cast<int64_t>(in_flight_.size()) < options_.max_inflight_messages);
   }
 
   // For messages that get no answer.
-  absl::Status EndStatus() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+  absl::Status EndStatus() const {
     return status_.ok() ? absl::UnavailableError("the server ended the stream") : status_;
   }
 
@@ -197,17 +200,14 @@ class ForwardStream::Reactor final
   void Pump() {
     // gRPC's own reference may go once the hold is removed.
     const std::shared_ptr<Reactor> self = shared_from_this();
-    mutex_.Lock();
-    if (pumping_) {
-      mutex_.Unlock();
-      return;
-    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (pumping_) return;
     pumping_ = true;
     for (;;) {
       if (hold_removed_ || write_outstanding_) break;
       if (broken_) {
         hold_removed_ = true;
-        mutex_.Unlock();
+        lock.unlock();
         RemoveHold();
       } else if (!to_write_.empty()) {
         writing_.Swap(&to_write_.front());
@@ -216,44 +216,46 @@ class ForwardStream::Reactor final
         grpc::WriteOptions write_options;
         // Another one follows at once: small ones then share a packet and a system call.
         if (!to_write_.empty()) write_options.set_buffer_hint();
-        mutex_.Unlock();
+        lock.unlock();
         StartWrite(&writing_, write_options);
       } else if (half_closed_ && !writes_done_) {
         writes_done_ = true;
         hold_removed_ = true;
-        mutex_.Unlock();
+        lock.unlock();
         StartWritesDone();
         RemoveHold();
       } else {
         break;
       }
-      mutex_.Lock();
+      lock.lock();
     }
     pumping_ = false;
-    mutex_.Unlock();
   }
 
   const ForwardStreamOptions options_;
   std::shared_ptr<grpc::GenericStub> stub_;
   std::shared_ptr<Reactor> self_;
-  absl::Mutex context_mutex_;
+  std::mutex context_mutex_;
   std::unique_ptr<grpc::ClientContext> context_ = std::make_unique<grpc::ClientContext>();
   grpc::ByteBuffer read_;
 
-  absl::Mutex mutex_;
-  std::map<uint64_t, InFlight> in_flight_ ABSL_GUARDED_BY(mutex_);
-  int64_t inflight_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::deque<grpc::ByteBuffer> to_write_ ABSL_GUARDED_BY(mutex_);
+  // std, for ThreadSanitizer does not see into Debian's build of absl::Mutex. Guards all below, but
+  // `writing_`.
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<uint64_t, InFlight> in_flight_;
+  int64_t inflight_bytes_ = 0;
+  std::deque<grpc::ByteBuffer> to_write_;
   grpc::ByteBuffer writing_;  // gRPC's while the write is outstanding
-  bool write_outstanding_ ABSL_GUARDED_BY(mutex_) = false;
-  bool pumping_ ABSL_GUARDED_BY(mutex_) = false;
-  bool half_closed_ ABSL_GUARDED_BY(mutex_) = false;
-  bool writes_done_ ABSL_GUARDED_BY(mutex_) = false;
-  bool hold_removed_ ABSL_GUARDED_BY(mutex_) = false;
-  bool broken_ ABSL_GUARDED_BY(mutex_) = false;
-  bool ended_ ABSL_GUARDED_BY(mutex_) = false;  // no answer will come
-  bool done_ ABSL_GUARDED_BY(mutex_) = false;   // and all callbacks have run
-  absl::Status status_ ABSL_GUARDED_BY(mutex_);
+  bool write_outstanding_ = false;
+  bool pumping_ = false;
+  bool half_closed_ = false;
+  bool writes_done_ = false;
+  bool hold_removed_ = false;
+  bool broken_ = false;
+  bool ended_ = false;  // no answer will come
+  bool done_ = false;   // and all callbacks have run
+  absl::Status status_;
 };
 
 ForwardStream::ForwardStream(std::shared_ptr<grpc::GenericStub> stub,

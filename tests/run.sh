@@ -43,13 +43,6 @@ check_protos() {
     buf lint "$image" --config proto/buf.yaml
 }
 
-# ThreadSanitizer sees neither into Debian's gRPC nor into its absl::Mutex, so what the client library guards with one looks
-# like a race wherever the stack with gRPC in it (tests/tsan.supp) was lost. Until client/ uses std::mutex, the tests that
-# lean on it run in the other builds alone.
-if [[ $preset == tsan ]]; then
-  filter+=(-E '^tests_(people|weather|forward_stream|lifecycle)_test$')
-fi
-
 phase install deploy/install_deps.sh --test
 if [[ $preset == release ]]; then
   phase format check_format
