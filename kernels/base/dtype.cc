@@ -1,6 +1,7 @@
 #include "kernels/base/dtype.h"
 
 #include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstring>
 
@@ -143,6 +144,12 @@ void StoreFloat(void* data, DType dtype, int64_t index, float value) {
   }
   const uint16_t bits = dtype == DType::kFloat16 ? FloatToFloat16(value) : FloatToBFloat16(value);
   std::memcpy(element, &bits, sizeof(bits));
+}
+
+bool IsFiniteIn(DType dtype, float value) {
+  float rounded;
+  StoreFloat(&rounded, dtype, 0, value);
+  return std::isfinite(LoadFloat(&rounded, dtype, 0));
 }
 
 }  // namespace expertmesh

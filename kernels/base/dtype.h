@@ -45,6 +45,9 @@ uint8_t FloatToFloat8E4M3(float value);
 float LoadFloat(const void* data, DType dtype, int64_t index);
 void StoreFloat(void* data, DType dtype, int64_t index, float value);
 
+// `value`, rounded to float32, float16 or bfloat16, is neither an infinity nor NaN.
+bool IsFiniteIn(DType dtype, float value);
+
 }  // namespace expertmesh
 
 #endif  // EXPERTMESH_KERNELS_BASE_DTYPE_H_

@@ -1,12 +1,12 @@
 #include "server/control/step_runner.h"
 
 #include <chrono>
-#include <optional>
 #include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "server/control/request_stats.h"
+#include "server/control/route_call.h"
 #include "server/ops/call_error.h"
 
 namespace expertmesh {
@@ -49,15 +49,6 @@ absl::Status PlanError(const absl::Status& status) {
   return CallError(ErrorReason::kInvalidField, status.message(), {.field = "options.dispatch"});
 }
 
-// Routers number the tokens that they were given.
-absl::Status CountedFrom(int64_t first_token, absl::Status status) {
-  std::optional<CallErrorDetails> details = GetCallErrorDetails(status);
-  if (first_token == 0 || !details.has_value()) return status;
-  const std::string from = absl::StrCat(", counted from token ", first_token);
-  details->value += from;
-  return CallError(details->reason, absl::StrCat(status.message(), from), *details);
-}
-
 }  // namespace
 
 int64_t CountPairs(absl::Span<const StepPiece> pieces) {
@@ -82,13 +73,6 @@ absl::Status StepRunner::Route(PendingCall& pending, int64_t num_tokens) const {
   const int64_t first = pending.num_routed_tokens;
   if (first >= num_tokens) return absl::OkStatus();
   const int64_t count = num_tokens - first;
-  const Router* router =
-      routers_ == nullptr ? nullptr : routers_->Find(call.model->name, call.layer->index);
-  if (router == nullptr) {
-    return CallError(ErrorReason::kNoGateWeights,
-                     absl::StrCat("no router for layer ", call.layer->index, " of model ",
-                                  call.model->name, ": send topk_ids and topk_weights"));
-  }
   const Stopwatch stopwatch;
   pending.topk = call.layer->topk;
   pending.routed_ids.resize(call.num_tokens * pending.topk);
@@ -97,17 +81,8 @@ absl::Status StepRunner::Route(PendingCall& pending, int64_t num_tokens) const {
       absl::MakeSpan(pending.routed_ids).subspan(first * pending.topk, count * pending.topk);
   const absl::Span<float> weights =
       absl::MakeSpan(pending.routed_weights).subspan(first * pending.topk, count * pending.topk);
-  absl::Status status;
-  if (call.routing == RoutingKind::kRouterLogits) {
-    const int64_t row_bytes = call.router_logits.size_bytes() / call.num_tokens;
-    status = router->RouteLogits(call.router_logits.data() + first * row_bytes,
-                                 call.router_logits_dtype, count, ids, weights);
-  } else {
-    const int64_t row_bytes = call.model->hidden_size * DTypeBytes(call.activation_dtype);
-    const RowSpan rows = {call.hidden_states.data() + first * row_bytes, count};
-    status = router->RouteHidden({&rows, 1}, call.activation_dtype, ids, weights);
-  }
-  if (!status.ok()) return CountedFrom(first, std::move(status));
+  absl::Status status = RouteCall(call, first, count, routers_, ids, weights);
+  if (!status.ok()) return status;
   pending.topk_ids = pending.routed_ids.data();
   pending.topk_weights = pending.routed_weights.data();
   pending.result.timings.route_micros += stopwatch.Micros();

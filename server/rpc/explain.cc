@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "server/control/route_call.h"
 #include "server/ops/call_error.h"
 #include "server/planning/step_plan.h"
 #include "server/rpc/wire_enums.h"
@@ -147,7 +148,7 @@ void AddWarnings(const ValidForward& forward, v1::ExplainResponse* response) {
 
 }  // namespace
 
-absl::StatusOr<RoutedForward> RouteForward(const ForwardCall& call, const Router* router) {
+absl::StatusOr<RoutedForward> RouteForward(const ForwardCall& call, const RouterTable* routers) {
   RoutedForward routed;
   RoutingSegment& segment = routed.segment;
   segment.num_tokens = call.num_tokens;
@@ -161,16 +162,8 @@ absl::StatusOr<RoutedForward> RouteForward(const ForwardCall& call, const Router
   routed.weights.resize(routed.ids.size());
   segment.topk_ids = routed.ids.data();
   segment.topk_weights = routed.weights.data();
-  absl::Status status;
-  if (call.routing == RoutingKind::kRouterLogits) {
-    status =
-        router->RouteLogits(call.router_logits.data(), call.router_logits_dtype, call.num_tokens,
-                            absl::MakeSpan(routed.ids), absl::MakeSpan(routed.weights));
-  } else {
-    const RowSpan rows{call.hidden_states.data(), call.num_tokens};
-    status = router->RouteHidden({&rows, 1}, call.activation_dtype, absl::MakeSpan(routed.ids),
-                                 absl::MakeSpan(routed.weights));
-  }
+  absl::Status status = RouteCall(call, 0, call.num_tokens, routers, absl::MakeSpan(routed.ids),
+                                  absl::MakeSpan(routed.weights));
   if (!status.ok()) return status;
   return routed;
 }
@@ -181,7 +174,7 @@ absl::StatusOr<v1::ExplainResponse> ExplainForward(const ExplainParams& params) 
   }
   const ForwardCall& call = *params.forward->call;
   const Placement& placement = *params.placement;
-  absl::StatusOr<RoutedForward> routed = RouteForward(call, params.router);
+  absl::StatusOr<RoutedForward> routed = RouteForward(call, params.routers);
   if (!routed.ok()) return routed.status();
   const RoutingSegment& segment = routed->segment;
 

@@ -8,7 +8,7 @@
 #include "expertmesh/v1/expert_service.pb.h"
 #include "server/model/placement.h"
 #include "server/planning/step_plan.h"
-#include "server/routing/router.h"
+#include "server/routing/router_table.h"
 #include "server/rpc/forward_validation.h"
 
 namespace expertmesh {
@@ -19,12 +19,12 @@ struct RoutedForward {
   std::vector<int32_t> ids;
   std::vector<float> weights;
 };
-// `router`, of the call's layer, is not used with given top-k. Errors are the router's.
-absl::StatusOr<RoutedForward> RouteForward(const ForwardCall& call, const Router* router);
+// `routers` are not used with given top-k. Errors are RouteCall's.
+absl::StatusOr<RoutedForward> RouteForward(const ForwardCall& call, const RouterTable* routers);
 
 struct ExplainParams {
   const ValidForward* forward = nullptr;
-  const Router* router = nullptr;  // of the layer; not used with given top-k
+  const RouterTable* routers = nullptr;  // not used with given top-k
   const Placement* placement = nullptr;
   uint64_t epoch = 0;
   int32_t max_tokens = 0;  // as ExplainRequest gives it

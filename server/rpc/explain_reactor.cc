@@ -28,7 +28,7 @@ void ExplainReactor::Start() {
         if (!backend.ok()) return Answer(backend.status());
         if (!environment_.explain_queue->Push(
                 static_cast<int64_t>(request_->Length()), [this, served = *backend] {
-                  absl::Status unwanted = UnwantedError(*context_, deadline_);
+                  absl::Status unwanted = UnwantedError(context_->IsCancelled(), deadline_);
                   Answer(unwanted.ok() ? Explain(*served) : std::move(unwanted));
                 })) {
           Answer(CallError(ErrorReason::kQueueFull, "too many explanations wait"));
@@ -49,7 +49,7 @@ absl::StatusOr<grpc::ByteBuffer> ExplainReactor::Explain(const ServingBackend& b
   const ForwardCall& call = *valid->call;
   ExplainParams params;
   params.forward = &*valid;
-  params.router = backend.routers->Find(call.model->name, call.layer->index);
+  params.routers = backend.routers;
   params.placement = backend.group->placement(call.model->name, call.layer->index);
   params.epoch = backend.group->epoch();
   params.max_tokens = request->max_tokens;

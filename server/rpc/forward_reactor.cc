@@ -10,8 +10,8 @@
 #include "grpcpp/server_context.h"
 #include "server/ops/call_error.h"
 #include "server/ops/logging.h"
-#include "server/rpc/explain.h"
 #include "server/rpc/status_mapping.h"
+#include "server/rpc/validate_only.h"
 
 namespace expertmesh {
 
@@ -21,11 +21,11 @@ absl::Time EffectiveDeadline(const grpc::CallbackServerContext& context, absl::T
   return std::min(absl::FromChrono(context.deadline()), arrival + max_deadline);
 }
 
-absl::Status UnwantedError(const grpc::CallbackServerContext& context, absl::Time deadline) {
+absl::Status UnwantedError(bool is_cancelled, absl::Time deadline) {
   if (absl::Now() >= deadline) {
     return CallError(ErrorReason::kDeadlinePassed, "the call's deadline passed while it waited");
   }
-  if (context.IsCancelled()) {
+  if (is_cancelled) {
     return CallError(ErrorReason::kCallCancelled, "the call was cancelled");
   }
   return absl::OkStatus();
@@ -138,22 +138,13 @@ void ForwardReactor::Submit(ValidForward valid, bool may_run_inline) {
 }
 
 void ForwardReactor::Validated(ValidForward valid) {
-  if (valid.call->routing != RoutingKind::kRouterLogits) {
-    return Answer(EncodeValidated(info_, *backend_));
-  }
-  // Only the router finds NaN logits, and that takes a while.
-  const int64_t bytes =
-      valid.call->router_logits.size_bytes() + valid.call->hidden_states.size_bytes();
-  const bool queued = environment_.explain_queue->Push(
-      bytes, [this, call = std::shared_ptr<ForwardCall>(std::move(valid.call))] {
-        if (absl::Status unwanted = UnwantedError(*context_, deadline_); !unwanted.ok()) {
-          return Answer(std::move(unwanted));
-        }
-        const Router* router = backend_->routers->Find(call->model->name, call->layer->index);
-        const absl::Status status = RouteForward(*call, router).status();
-        Answer(status.ok() ? EncodeValidated(info_, *backend_) : status);
+  ValidateRouting(
+      std::move(valid.call), *backend_, environment_.explain_queue,
+      [this] { return UnwantedError(context_->IsCancelled(), deadline_); },
+      [this](absl::Status status) {
+        Answer(status.ok() ? EncodeValidated(info_, *backend_)
+                           : absl::StatusOr<grpc::ByteBuffer>(std::move(status)));
       });
-  if (!queued) Answer(CallError(ErrorReason::kQueueFull, "too many explanations wait"));
 }
 
 void ForwardReactor::Complete(absl::StatusOr<ForwardResult> result) {

@@ -38,7 +38,7 @@ struct ForwardEnvironment {
 absl::Time EffectiveDeadline(const grpc::CallbackServerContext& context, absl::Time arrival,
                              absl::Duration max_deadline);
 // Of a call that has waited: OK unless it was cancelled or its deadline has passed.
-absl::Status UnwantedError(const grpc::CallbackServerContext& context, absl::Time deadline);
+absl::Status UnwantedError(bool is_cancelled, absl::Time deadline);
 // Where `status` says that the deadline passed, and that was the server's own: the same, saying so.
 absl::Status NameServersDeadline(absl::Status status, absl::Time arrival, absl::Time deadline,
                                  absl::Duration max_deadline);

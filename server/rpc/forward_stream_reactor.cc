@@ -15,6 +15,7 @@
 #include "server/rpc/forward_response.h"
 #include "server/rpc/forward_stream_envelope.h"
 #include "server/rpc/status_mapping.h"
+#include "server/rpc/validate_only.h"
 
 namespace expertmesh {
 namespace {
@@ -284,7 +285,17 @@ void ForwardStreamReactor::Run(const MessagePtr& message,
   message->info = AnswerInfoOf(*valid);
   environment_.metrics->request_tokens.Increment(message->info.num_tokens);
   if (valid->validate_only) {
-    return Answer(message, EncodeValidated(message->info, *message->backend, message->stream_seq));
+    return ValidateRouting(
+        std::move(valid->call), *message->backend, environment_.explain_queue,
+        [self, message] {
+          const std::lock_guard<std::mutex> lock(self->mutex_);
+          return UnwantedError(message->cancelled, message->deadline);
+        },
+        [self, message](absl::Status status) {
+          self->Answer(message, status.ok() ? EncodeValidated(message->info, *message->backend,
+                                                              message->stream_seq)
+                                            : absl::StatusOr<grpc::ByteBuffer>(std::move(status)));
+        });
   }
   Submit(message, std::move(*valid), may_run_inline);
 }

@@ -19,12 +19,6 @@ T Element(const Buffer& buffer, int64_t index) {
   return value;
 }
 
-bool IsFiniteIn(DType dtype, float value) {
-  float rounded;
-  StoreFloat(&rounded, dtype, 0, value);
-  return std::isfinite(LoadFloat(&rounded, dtype, 0));
-}
-
 }  // namespace
 
 absl::StatusOr<TopKSummary> ValidateTopK(int32_t topk, const Buffer& topk_ids,

@@ -129,6 +129,29 @@ TEST_F(StepControllerRoutingTest, WhatTheRouterChoosesIsCounted) {
   ExpectExact(call);
 }
 
+// Zero times an infinite weight would be NaN.
+TEST_F(StepControllerRoutingTest, WeightsOnInputMustBeFiniteInItsType) {
+  LayerSpec& layer = model.layers[0];
+  layer.router.routed_scaling_factor = 200000.0f;  // times weights of 1/2
+  routers.Add(model.name, *NewRouter(model, layer, nullptr));
+  Start();
+  for (const bool weight_on_input : {true, false}) {
+    for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+      TestCall call = MakeRouted(RoutingKind::kRouterLogits);
+      call.call->apply_router_weight_on_input = weight_on_input;
+      call.call->activation_dtype = dtype;
+      Submit(call);
+      const absl::Status status = call.answer->Wait().status();
+      if (weight_on_input && dtype == DType::kFloat16) {
+        ASSERT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+        EXPECT_EQ(GetCallErrorDetails(status)->field, "router_logits");
+      } else {
+        EXPECT_TRUE(status.ok()) << status;
+      }
+    }
+  }
+}
+
 TEST_F(StepControllerRoutingTest, WithoutRouterOnlyGivenTopKIsServed) {
   Start();
   TestCall call = MakeRouted(RoutingKind::kServerGate);

@@ -4,6 +4,7 @@
 
 #include "gtest/gtest.h"
 #include "kernels/base/host_buffer_pool.h"
+#include "server/ops/call_error.h"
 
 namespace expertmesh {
 namespace {
@@ -69,6 +70,12 @@ TEST_F(ExplainTest, AnExpertThatOccursTwiceIsOneRowUnlessWeightsGoOnTheInput) {
   ASSERT_TRUE(response.ok()) << response.status();
   EXPECT_EQ(response->ranks(0).num_expert_rows(), 4);
   EXPECT_EQ(response->ranks(1).num_expert_rows(), 2);
+}
+
+TEST_F(ExplainTest, WithoutARouterIsAnError) {
+  forward_.call->routing = RoutingKind::kServerGate;
+  EXPECT_EQ(GetCallErrorDetails(ExplainForward(params_).status())->reason,
+            ErrorReason::kNoGateWeights);
 }
 
 }  // namespace

@@ -169,7 +169,9 @@ StreamServer::StreamServer(const StreamServerOptions& options)
   server_options.listen = "127.0.0.1:0";
   absl::StatusOr<std::unique_ptr<GrpcServer>> server =
       GrpcServer::Start(server_options, {{kExpertServiceName, service_.get()}});
-  if (!server.ok()) abort();  // no test can go on
+  absl::StatusOr<std::unique_ptr<Router>> router = NewRouter(model_, model_.layers[0], nullptr);
+  if (!server.ok() || !router.ok()) abort();  // no test can go on
+  routers_.Add(model_.name, *std::move(router));
   server_ = *std::move(server);
   if (options.serving) Serve();
 }
@@ -185,6 +187,7 @@ void StreamServer::Serve() {
   backend.controller = &controller_;
   backend.group = &group_;
   backend.validator = &validator_;
+  backend.routers = &routers_;
   backend.instruction_set = "none";
   backend.placement_fingerprints[&model_] = "here";
   state_.StartServing(backend);

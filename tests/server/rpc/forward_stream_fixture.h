@@ -16,6 +16,7 @@
 #include "server/cluster/expert_group.h"
 #include "server/control/forward_controller.h"
 #include "server/model/model_spec.h"
+#include "server/routing/router_table.h"
 #include "server/rpc/expert_service.h"
 #include "server/rpc/grpc_server.h"
 #include "server/rpc/serving_state.h"
@@ -115,6 +116,7 @@ class StreamServer {
   HostBufferPool pool_;
   HeldController controller_;
   AllocatingGroup group_{&pool_};
+  RouterTable routers_;
   ForwardValidator validator_;
   const ServerMetrics metrics_;
   ServingState state_{int64_t{1} << 30};

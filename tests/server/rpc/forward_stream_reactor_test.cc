@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <memory>
 #include <random>
 #include <set>
@@ -189,6 +190,31 @@ TEST(ForwardStreamReactorTest, ErrorsOfTheEnvelopeAreInBandToo) {
   EXPECT_EQ(response.stream_seq(), 8u);
   EXPECT_TRUE(response.has_response());
   EXPECT_FALSE(response.response().has_output());
+  EXPECT_TRUE(client.Finish().ok());
+}
+
+TEST(ForwardStreamReactorTest, ValidateOnlyFindsWhatOnlyTheRouterDoes) {
+  StreamServer server;
+  Client client(server);
+  for (const uint64_t seq : {1, 2, 3}) {
+    v1::ForwardStreamRequest message = server.Message(seq);
+    v1::ForwardRequest& request = *message.mutable_request();
+    request.mutable_options()->set_validate_only(true);
+    v1::Tensor* logits = request.mutable_router_logits();
+    logits->add_shape(1);
+    logits->add_shape(server.model().num_experts);
+    for (int i = 0; i < server.model().num_experts; ++i) {
+      logits->add_values(seq == 2 && i == 3 ? std::nanf("") : 1.0f);
+    }
+    ASSERT_TRUE(client.stream().Write(message));
+    if (seq == 2) {
+      client.ExpectError(seq, StatusCode::INVALID_ARGUMENT, "INVALID_FIELD");
+    } else {
+      const v1::ForwardStreamResponse response = client.Read();
+      EXPECT_EQ(response.stream_seq(), seq);
+      EXPECT_TRUE(response.has_response()) << response.DebugString();
+    }
+  }
   EXPECT_TRUE(client.Finish().ok());
 }
 
