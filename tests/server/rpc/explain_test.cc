@@ -73,6 +73,7 @@ TEST_F(ExplainTest, AnExpertThatOccursTwiceIsOneRowUnlessWeightsGoOnTheInput) {
 }
 
 TEST_F(ExplainTest, WithoutARouterIsAnError) {
+  Fill(2, 2);
   forward_.call->routing = RoutingKind::kServerGate;
   EXPECT_EQ(GetCallErrorDetails(ExplainForward(params_).status())->reason,
             ErrorReason::kNoGateWeights);
