@@ -240,6 +240,7 @@ void ControlPlane::Impl::MakeValidator() {
   limits.activation_dtypes = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
   if (group->ep_size() == 1) limits.strategies.push_back(DispatchMode::kPassthrough);
   limits.strategies.push_back(DispatchMode::kAllToAll);
+  limits.strategies.push_back(DispatchMode::kAllToAllFixedCapacity);
   limits.strategies.push_back(DispatchMode::kAllGatherReduceScatter);
   limits.strategies.push_back(DispatchMode::kDirect);
   std::vector<const ModelSpec*> specs;
@@ -323,6 +324,7 @@ void ControlPlane::Impl::Serve() {
   backend.routers = &routers;
   backend.max_step_tokens = options.controller.max_step_tokens;
   backend.max_rank_pairs = options.controller.max_rank_pairs;
+  backend.max_num_tokens = options.controller.max_num_tokens;
   backend.instruction_set = instruction_set();
   for (const ServedModel& model : models) {
     backend.placement_fingerprints[&model.spec] = PlacementFingerprint(model.spec, *group);

@@ -90,7 +90,12 @@ ABSL_FLAG(int, threads, 0, "Threads of all ranks together; 0: one for each core.
 ABSL_FLAG(std::string, isa, "auto", "CPU kernels: auto, portable, avx2, avx512_bf16.");
 ABSL_FLAG(std::string, dispatch, "auto",
           "How rows get to their experts: auto, passthrough (one rank), all_to_all, "
-          "allgather_reducescatter, direct. No byte of a result depends on it.");
+          "all_to_all_fixed_capacity, allgather_reducescatter, direct. No byte of a result depends "
+          "on it.");
+ABSL_FLAG(int64_t, max_num_tokens, 64,
+          "Slots of all_to_all_fixed_capacity: rows that each rank sends each other one in a step, "
+          "used or not; splits steps that need more. A rank's experts take "
+          "num_experts * max_num_tokens rows of memory then.");
 ABSL_FLAG(bool, allow_dispatch_option, false,
           "Lets requests choose the dispatch strategy (options.dispatch); for debugging.");
 ABSL_FLAG(
@@ -106,6 +111,7 @@ namespace {
 constexpr int kExitFailure = 1;
 constexpr int kExitUsage = 2;
 constexpr int kMaxThreads = 4096;
+constexpr int64_t kMostSlots = int64_t{1} << 16;
 constexpr char kUsage[] =
     "usage: expertmesh-control-plane --checkpoint=DIR [--local_ranks=N | --ep_size=N "
     "--rank_listen=HOST:PORT] [flags]\n"
@@ -114,9 +120,9 @@ constexpr char kUsage[] =
 // A strategy that `ep_size` ranks can run.
 absl::StatusOr<DispatchMode> ParseDispatchFlag(const std::string& name, int32_t ep_size) {
   std::string known;
-  for (const DispatchMode mode :
-       {DispatchMode::kAuto, DispatchMode::kPassthrough, DispatchMode::kAllToAll,
-        DispatchMode::kAllGatherReduceScatter, DispatchMode::kDirect}) {
+  for (const DispatchMode mode : {DispatchMode::kAuto, DispatchMode::kPassthrough,
+                                  DispatchMode::kAllToAll, DispatchMode::kAllToAllFixedCapacity,
+                                  DispatchMode::kAllGatherReduceScatter, DispatchMode::kDirect}) {
     if (!ChooseStrategy(mode, {.ep_size = ep_size}).ok()) continue;
     if (name == DispatchModeName(mode)) return mode;
     absl::StrAppend(&known, known.empty() ? "" : ", ", DispatchModeName(mode));
@@ -136,6 +142,8 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
        {CheckPositive("local_ranks", absl::GetFlag(FLAGS_local_ranks)),
         CheckPositive("max_step_tokens", absl::GetFlag(FLAGS_max_step_tokens)),
         CheckPositive("max_rank_pairs", absl::GetFlag(FLAGS_max_rank_pairs)),
+        CheckPositive("max_num_tokens", absl::GetFlag(FLAGS_max_num_tokens)),
+        CheckAtMost("max_num_tokens", absl::GetFlag(FLAGS_max_num_tokens), kMostSlots),
         CheckPositive("max_inflight_bytes", absl::GetFlag(FLAGS_max_inflight_bytes).bytes),
         CheckPositive("max_inflight_tokens", absl::GetFlag(FLAGS_max_inflight_tokens)),
         CheckPositive("max_stream_inflight_bytes",
@@ -193,6 +201,7 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
   options.controller.limits.max_tokens_in_flight = absl::GetFlag(FLAGS_max_inflight_tokens);
   options.controller.max_step_tokens = absl::GetFlag(FLAGS_max_step_tokens);
   options.controller.max_rank_pairs = absl::GetFlag(FLAGS_max_rank_pairs);
+  options.controller.max_num_tokens = absl::GetFlag(FLAGS_max_num_tokens);
   options.controller.max_deadline = absl::GetFlag(FLAGS_max_deadline);
   options.controller.step_timeout = absl::GetFlag(FLAGS_step_timeout);
 

@@ -26,7 +26,8 @@ StepController::StepController(const StepControllerOptions& options, ExpertGroup
       group_(group),
       clock_(clock),
       observer_(observer),
-      runner_(group, routers, clock, options.limits.max_bytes_in_flight / 4),
+      runner_(group, routers, clock, options.limits.max_bytes_in_flight / 4,
+              options.max_num_tokens),
       registry_(options.limits) {
   worker_ = std::thread([this] { WorkerLoop(); });
   timer_ = std::thread([this] { TimerLoop(); });

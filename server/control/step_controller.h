@@ -29,6 +29,8 @@ struct StepControllerOptions {
   int64_t max_step_tokens = 8192;
   // (token, k) pairs on any one rank in a step: bounds what a skewed routing makes one rank hold.
   int64_t max_rank_pairs = 65536;
+  // Of kAllToAllFixedCapacity: rows for each pair of ranks in a step, at least 1.
+  int64_t max_num_tokens = 64;
   // Steps estimated below this run on the thread that has them: in turn over all ranks, and inside
   // Submit where that is allowed.
   double max_inline_micros = 250;

@@ -91,13 +91,13 @@ absl::Status StepRunner::Route(PendingCall& pending, int64_t num_tokens) const {
 }
 
 int64_t StepRunner::CountFittingTokens(absl::Span<const StepPiece> pieces,
-                                       const StepLimits& limits) const {
+                                       StepLimits limits) const {
   const BatchKey& key = pieces[0].call->key;
   const Placement* placement = group_->placement(key.model->name, key.layer->index);
   // Run says what is wrong.
   if (placement == nullptr) return pieces[0].num_tokens;
-  return CountTokensThatFit(Segments(pieces), *placement, 0, limits.max_tokens,
-                            limits.max_rank_pairs);
+  if (key.dispatch == DispatchMode::kAllToAllFixedCapacity) limits.max_num_tokens = max_num_tokens_;
+  return CountTokensThatFit(Segments(pieces), *placement, 0, limits);
 }
 
 StepHeader StepRunner::Header(const BatchKey& key) {
@@ -148,6 +148,7 @@ StepOutcome StepRunner::Run(const StepBatch& batch, bool on_caller, absl::Durati
   absl::StatusOr<StepPlan> plan = PlanStep({.header = header,
                                             .segments = segments,
                                             .placement = placement,
+                                            .max_num_tokens = max_num_tokens_,
                                             .hidden_size = key.model->hidden_size,
                                             .remote_ranks = group_->is_remote()});
   if (!plan.ok()) return fail(PlanError(plan.status()), false);

@@ -15,11 +15,6 @@
 
 namespace expertmesh {
 
-struct StepLimits {
-  int64_t max_tokens = 0;
-  int64_t max_rank_pairs = 0;
-};
-
 struct StepOutcome {
   absl::Status status;
   // The step was lost with its epoch, or ran out of time: it may be tried again with a later one.
@@ -33,17 +28,22 @@ struct StepOutcome {
 // the holder of the run token alone. Blocking.
 class StepRunner {
  public:
-  // All outlive the runner; `routers` may be null when no call needs one.
+  // All outlive the runner; `routers` may be null when no call needs one. `max_num_tokens`: as
+  // StepPlanParams.
   StepRunner(ExpertGroup* group, const RouterTable* routers, Clock* clock,
-             int64_t max_shared_output_bytes)
-      : group_(group), routers_(routers), clock_(clock), held_outputs_(max_shared_output_bytes) {}
+             int64_t max_shared_output_bytes, int64_t max_num_tokens)
+      : group_(group),
+        routers_(routers),
+        clock_(clock),
+        max_num_tokens_(max_num_tokens),
+        held_outputs_(max_shared_output_bytes) {}
 
   // Fills the call's topk_ids and topk_weights of its first `num_tokens` tokens, where that has not
   // been done. Errors are the call's own.
   absl::Status Route(PendingCall& call, int64_t num_tokens) const;
 
-  // How many of the pieces' first tokens fit one step.
-  int64_t CountFittingTokens(absl::Span<const StepPiece> pieces, const StepLimits& limits) const;
+  // How many of the pieces' first tokens fit one step. Of the limits, max_num_tokens is set here.
+  int64_t CountFittingTokens(absl::Span<const StepPiece> pieces, StepLimits limits) const;
 
   // On success the pieces' calls have their outputs, timings and stats of these tokens added. Fills
   // the record but for what it says of queueing and routing.
@@ -59,6 +59,7 @@ class StepRunner {
   ExpertGroup* const group_;
   const RouterTable* const routers_;
   Clock* const clock_;
+  const int64_t max_num_tokens_;
   HeldOutputs held_outputs_;
   uint64_t last_step_ = 0;
 };

@@ -3,6 +3,47 @@
 #include <numeric>
 
 namespace expertmesh {
+namespace {
+
+// slice.sum_rows as indices of what SumReturned is given. The plan numbers all blocks by ascending
+// rank, without unused slots; there the rank's own block lies behind the others.
+absl::StatusOr<absl::Span<const int64_t>> RowsWhereTheyLie(const StepSlice& slice,
+                                                           StepArena* host_arena) {
+  const int64_t num_slots = slice.max_return_rows();
+  int64_t num_returned = 0;
+  int64_t num_after_own = 0;
+  for (int32_t rank = 0; rank < slice.ep_size; ++rank) {
+    num_returned += slice.return_recv_counts[rank];
+    if (rank > slice.ep_rank) num_after_own += slice.return_recv_counts[rank];
+  }
+  if (num_slots == 0 && (num_after_own == 0 || slice.return_recv_counts[slice.ep_rank] == 0)) {
+    return slice.sum_rows;
+  }
+  absl::StatusOr<absl::Span<int64_t>> places = host_arena->AllocateSpan<int64_t>(num_returned);
+  if (!places.ok()) return places.status();
+  int64_t row = 0;
+  int64_t place = 0;
+  int64_t own_first = 0;
+  for (int32_t rank = 0; rank < slice.ep_size; ++rank) {
+    const int64_t count = slice.return_recv_counts[rank];
+    if (rank == slice.ep_rank) {
+      own_first = row;
+    } else {
+      std::iota(places->begin() + row, places->begin() + row + count, place);
+      place += num_slots > 0 ? num_slots : count;
+    }
+    row += count;
+  }
+  const int64_t own_last = own_first + slice.return_recv_counts[slice.ep_rank];
+  std::iota(places->begin() + own_first, places->begin() + own_last, place);
+  absl::StatusOr<absl::Span<int64_t>> rows =
+      host_arena->AllocateSpan<int64_t>(static_cast<int64_t>(slice.sum_rows.size()));
+  if (!rows.ok()) return rows.status();
+  for (size_t i = 0; i < slice.sum_rows.size(); ++i) (*rows)[i] = (*places)[slice.sum_rows[i]];
+  return *rows;
+}
+
+}  // namespace
 
 absl::StatusOr<PartialSums> PlanPartialSums(const StepSlice& slice, const Permutation& permutation,
                                             StepArena* host_arena) {
@@ -71,27 +112,9 @@ absl::Status SumReturned(const StepSlice& slice, const std::byte* returned,
   params.output = output;
   params.output_dtype = slice.header.output_dtype;
 
-  // The plan numbers all blocks by ascending rank; the rank's own block lies behind the others.
-  int64_t own_first = 0;
-  for (int32_t rank = 0; rank < slice.ep_rank; ++rank) own_first += slice.return_recv_counts[rank];
-  const int64_t num_own = slice.return_recv_counts[slice.ep_rank];
-  int64_t num_returned = own_first;
-  for (int32_t rank = slice.ep_rank; rank < slice.ep_size; ++rank) {
-    num_returned += slice.return_recv_counts[rank];
-  }
-  const int64_t own_last = own_first + num_own;
-  if (own_last != num_returned && num_own > 0) {
-    absl::StatusOr<absl::Span<int64_t>> rows =
-        context.host_arena->AllocateSpan<int64_t>(static_cast<int64_t>(slice.sum_rows.size()));
-    if (!rows.ok()) return rows.status();
-    for (size_t i = 0; i < slice.sum_rows.size(); ++i) {
-      const int64_t row = slice.sum_rows[i];
-      (*rows)[i] = row < own_first   ? row
-                   : row >= own_last ? row - num_own
-                                     : row + (num_returned - own_last);
-    }
-    params.row_indices = *rows;
-  }
+  absl::StatusOr<absl::Span<const int64_t>> rows = RowsWhereTheyLie(slice, context.host_arena);
+  if (!rows.ok()) return rows.status();
+  params.row_indices = *rows;
   return context.row_ops->SumRows(params, *context.stream);
 }
 

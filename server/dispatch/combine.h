@@ -44,7 +44,8 @@ absl::Status ComputePartials(const PartialSums& sums, int64_t first, int64_t las
                              const DispatchContext& context);
 
 // Enqueues the source's half into `output` [num_source_tokens, hidden_size]. `returned`: the
-// partials that came home, those of other ranks by ascending rank, then the rank's own.
+// partials that came home, those of other ranks by ascending rank (max_return_rows() each with
+// kAllToAllFixedCapacity), then the rank's own.
 absl::Status SumReturned(const StepSlice& slice, const std::byte* returned,
                          const SourceAddend& addend, std::byte* output,
                          const DispatchContext& context);

@@ -2,6 +2,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/dispatch/all_to_all.h"
+#include "server/dispatch/all_to_all_fixed_capacity.h"
 #include "server/dispatch/allgather_reducescatter.h"
 #include "server/dispatch/direct.h"
 #include "server/dispatch/passthrough.h"
@@ -11,6 +12,7 @@ namespace expertmesh {
 absl::StatusOr<const DispatchStrategy*> FindDispatchStrategy(DispatchMode mode) {
   static const PassthroughStrategy passthrough;
   static const AllToAllStrategy all_to_all;
+  static const AllToAllFixedCapacityStrategy all_to_all_fixed_capacity;
   static const AllGatherReduceScatterStrategy allgather_reducescatter;
   static const DirectStrategy direct;
   switch (mode) {
@@ -18,6 +20,8 @@ absl::StatusOr<const DispatchStrategy*> FindDispatchStrategy(DispatchMode mode) 
       return &passthrough;
     case DispatchMode::kAllToAll:
       return &all_to_all;
+    case DispatchMode::kAllToAllFixedCapacity:
+      return &all_to_all_fixed_capacity;
     case DispatchMode::kAllGatherReduceScatter:
       return &allgather_reducescatter;
     case DispatchMode::kDirect:

@@ -20,6 +20,9 @@ void VisitReceivedRows(const StepSlice& slice, Visit visit) {
                                      : slice.num_source_tokens + slice.gather_rows[row];
       visit(row, source_row, slice.pair_offsets[row], slice.pair_offsets[row + 1]);
     }
+    if (slice.max_num_tokens > 0 && source != slice.ep_rank) {
+      remote_row += slice.max_num_tokens - slice.recv_counts[source];  // unused slots
+    }
   }
 }
 
@@ -88,6 +91,7 @@ absl::StatusOr<Permutation> PlanPermutation(const StepSlice& slice, int32_t num_
   });
 
   if (format == ActivationFormat::kBatched) {
+    if (slice.max_num_tokens > 0) max_rows_per_expert = slice.max_rows_per_expert();
     absl::StatusOr<absl::Span<int64_t>> destination_rows =
         host_arena->AllocateSpan<int64_t>(num_expert_rows);
     if (!destination_rows.ok()) return destination_rows.status();

@@ -19,13 +19,15 @@ namespace expertmesh {
 struct Permutation {
   // [num_expert_rows] in contiguous order. An index below num_source_tokens is a token of the
   // rank's own shard: own rows are read where they are. Above it, num_source_tokens + position
-  // among the rows that other ranks sent (kAllGatherReduceScatter: among the gathered ones).
+  // among the rows that other ranks sent (kAllGatherReduceScatter: among the gathered ones;
+  // kAllToAllFixedCapacity: among the slots).
   absl::Span<const int32_t> source_rows;
   absl::Span<const float> weights;              // [num_expert_rows] with weights on the input
   absl::Span<const int64_t> destination_rows;   // [num_expert_rows], kBatched
   absl::Span<const int64_t> expert_offsets;     // [num_local_experts + 1]
   absl::Span<const int32_t> expert_num_tokens;  // [num_local_experts], kBatched
-  int64_t max_rows_per_expert = 0;              // kBatched: the fullest expert's rows
+  int64_t max_rows_per_expert = 0;              // kBatched: the fullest expert's rows, or
+                                                // the slice's max_rows_per_expert()
   int64_t num_rows = 0;                         // places in the format, unused ones included
   absl::Span<const int64_t> pair_rows;          // [num_pairs] the place of each pair's row
 };

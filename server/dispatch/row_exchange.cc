@@ -30,11 +30,13 @@ absl::Status CheckCommunicator(DispatchMode mode, const StepSlice& slice,
   return absl::OkStatus();
 }
 
-RowExchange::Blocks::Blocks(absl::Span<const int64_t> counts, int32_t ep_rank) {
+RowExchange::Blocks::Blocks(absl::Span<const int64_t> counts, int32_t ep_rank, int64_t num_slots) {
   for (size_t rank = 0; rank < counts.size(); ++rank) {
-    if (static_cast<int32_t>(rank) == ep_rank) own_first = total;
-    total += counts[rank];
-    if (static_cast<int32_t>(rank) == ep_rank) own_last = total;
+    const bool is_own = static_cast<int32_t>(rank) == ep_rank;
+    if (is_own) own_first = num_rows;
+    num_rows += counts[rank];
+    if (is_own) own_last = num_rows;
+    if (!is_own) num_remote_places += num_slots > 0 ? num_slots : counts[rank];
   }
 }
 
@@ -74,24 +76,44 @@ absl::Status RowExchange::SendRows(absl::Span<const RowSpan> hidden_states) {
 }
 
 absl::Status RowExchange::SendRowsToOwners() {
-  const Blocks sent(slice_.send_counts, slice_.ep_rank);
-  const Blocks received(slice_.recv_counts, slice_.ep_rank);
-  absl::StatusOr<std::byte*> send = AllocateRows(sent.num_remote(), activation_bytes_);
+  const int64_t num_slots = slice_.max_num_tokens;
+  const Blocks sent(slice_.send_counts, slice_.ep_rank, num_slots);
+  const Blocks received(slice_.recv_counts, slice_.ep_rank, num_slots);
+  absl::StatusOr<std::byte*> send = AllocateRows(sent.num_remote_places, activation_bytes_);
   if (!send.ok()) return send.status();
-  absl::StatusOr<std::byte*> receive = AllocateRows(received.num_remote(), activation_bytes_);
+  absl::StatusOr<std::byte*> receive = AllocateRows(received.num_remote_places, activation_bytes_);
   if (!receive.ok()) return receive.status();
-  const absl::Span<const int32_t> send_rows = slice_.send_rows;
-  absl::Status status = GatherRows(send_rows.subspan(0, sent.own_first), *send);
-  status.Update(GatherRows(send_rows.subspan(sent.own_last),
-                           *send + sent.own_first * context_.hidden_size * activation_bytes_));
-  if (!status.ok()) return status;
-  sources_.push_back({*receive, received.num_remote()});
+  if (absl::Status status = GatherRowsToSend(sent, *send); !status.ok()) return status;
+  sources_.push_back({*receive, received.num_remote_places});
   return AllToAll(kDispatchOperation, *send, slice_.send_counts, *receive, slice_.recv_counts,
-                  activation_bytes_);
+                  num_slots, activation_bytes_);
+}
+
+absl::Status RowExchange::GatherRowsToSend(const Blocks& sent, std::byte* buffer) {
+  const absl::Span<const int32_t> rows = slice_.send_rows;
+  if (slice_.max_num_tokens == 0) {
+    absl::Status status = GatherRows(rows.subspan(0, sent.own_first), {}, buffer);
+    status.Update(GatherRows(rows.subspan(sent.own_last), {},
+                             buffer + sent.own_first * context_.hidden_size * activation_bytes_));
+    return status;
+  }
+  absl::StatusOr<absl::Span<int64_t>> places =
+      context_.host_arena->AllocateSpan<int64_t>(sent.num_rows);
+  if (!places.ok()) return places.status();
+  int64_t row = 0;
+  int64_t block = 0;
+  for (int32_t rank = 0; rank < slice_.ep_size; ++rank) {
+    for (int64_t i = 0; i < slice_.send_counts[rank]; ++i) (*places)[row++] = block + i;
+    if (rank != slice_.ep_rank) block += slice_.max_num_tokens;
+  }
+  absl::Status status =
+      GatherRows(rows.subspan(0, sent.own_first), places->subspan(0, sent.own_first), buffer);
+  status.Update(GatherRows(rows.subspan(sent.own_last), places->subspan(sent.own_last), buffer));
+  return status;
 }
 
 absl::Status RowExchange::SendRowsToAll() {
-  const Blocks gathered(slice_.gather_counts, slice_.ep_rank);
+  const Blocks gathered(slice_.gather_counts, slice_.ep_rank, 0);
   absl::StatusOr<absl::Span<int32_t>> own_rows =
       context_.host_arena->AllocateSpan<int32_t>(gathered.num_own());
   if (!own_rows.ok()) return own_rows.status();
@@ -102,7 +124,7 @@ absl::Status RowExchange::SendRowsToAll() {
   }
   absl::StatusOr<std::byte*> send = AllocateRows(gathered.num_own(), activation_bytes_);
   if (!send.ok()) return send.status();
-  absl::StatusOr<std::byte*> receive = AllocateRows(gathered.total, activation_bytes_);
+  absl::StatusOr<std::byte*> receive = AllocateRows(gathered.num_rows, activation_bytes_);
   if (!receive.ok()) return receive.status();
   absl::StatusOr<absl::Span<int64_t>> receive_bytes =
       context_.host_arena->AllocateSpan<int64_t>(slice_.ep_size);
@@ -110,8 +132,8 @@ absl::Status RowExchange::SendRowsToAll() {
   for (int32_t rank = 0; rank < slice_.ep_size; ++rank) {
     (*receive_bytes)[rank] = slice_.gather_counts[rank] * context_.hidden_size * activation_bytes_;
   }
-  if (absl::Status status = GatherRows(*own_rows, *send); !status.ok()) return status;
-  sources_.push_back({*receive, gathered.total});
+  if (absl::Status status = GatherRows(*own_rows, {}, *send); !status.ok()) return status;
+  sources_.push_back({*receive, gathered.num_rows});
   AllGatherVParams params;
   params.tag = Tag(kDispatchOperation);
   params.send = *send;
@@ -120,13 +142,15 @@ absl::Status RowExchange::SendRowsToAll() {
   return context_.communicator->AllGatherV(params, *context_.stream);
 }
 
-absl::Status RowExchange::GatherRows(absl::Span<const int32_t> rows, std::byte* output) {
+absl::Status RowExchange::GatherRows(absl::Span<const int32_t> rows,
+                                     absl::Span<const int64_t> destinations, std::byte* output) {
   if (rows.empty()) return absl::OkStatus();
   GatherRowsParams params;
   params.sources = sources_;
   params.hidden_size = context_.hidden_size;
   params.dtype = slice_.header.activation_dtype;
   params.row_indices = rows;
+  params.destination_indices = destinations;
   params.output = output;
   return context_.row_ops->GatherRows(params, *context_.stream);
 }
@@ -162,24 +186,49 @@ absl::StatusOr<ExpertRows> RowExchange::Permute() {
 absl::Status RowExchange::Combine(const float* expert_output) {
   absl::StatusOr<PartialSums> sums = PlanPartialSums(slice_, permutation_, context_.host_arena);
   if (!sums.ok()) return sums.status();
-  const Blocks sent(slice_.return_send_counts, slice_.ep_rank);
-  const Blocks returned(slice_.return_recv_counts, slice_.ep_rank);
-  absl::StatusOr<std::byte*> returned_rows = AllocateRows(returned.total, combine_bytes_);
+  const int64_t num_slots = slice_.max_return_rows();
+  const Blocks sent(slice_.return_send_counts, slice_.ep_rank, num_slots);
+  const Blocks returned(slice_.return_recv_counts, slice_.ep_rank, num_slots);
+  absl::StatusOr<std::byte*> returned_rows =
+      AllocateRows(returned.num_remote_places + returned.num_own(), combine_bytes_);
   if (!returned_rows.ok()) return returned_rows.status();
   returned_ = *returned_rows;
   const int64_t row_bytes = context_.hidden_size * combine_bytes_;
-  absl::Status status = ComputePartials(*sums, sent.own_first, sent.own_last, slice_, expert_output,
-                                        returned_ + returned.num_remote() * row_bytes, context_);
+  absl::Status status =
+      ComputePartials(*sums, sent.own_first, sent.own_last, slice_, expert_output,
+                      returned_ + returned.num_remote_places * row_bytes, context_);
   if (!status.ok() || context_.communicator == nullptr) return status;
 
-  absl::StatusOr<std::byte*> send = AllocateRows(sent.num_remote(), combine_bytes_);
+  absl::StatusOr<std::byte*> send = AllocateRows(sent.num_remote_places, combine_bytes_);
   if (!send.ok()) return send.status();
-  status = ComputePartials(*sums, 0, sent.own_first, slice_, expert_output, *send, context_);
-  status.Update(ComputePartials(*sums, sent.own_last, sent.total, slice_, expert_output,
-                                *send + sent.own_first * row_bytes, context_));
+  status = ComputePartialsToSend(*sums, sent, expert_output, *send);
   if (!status.ok()) return status;
   return AllToAll(kCombineOperation, *send, slice_.return_send_counts, returned_,
-                  slice_.return_recv_counts, combine_bytes_);
+                  slice_.return_recv_counts, num_slots, combine_bytes_);
+}
+
+absl::Status RowExchange::ComputePartialsToSend(const PartialSums& sums, const Blocks& sent,
+                                                const float* expert_output, std::byte* buffer) {
+  const int64_t row_bytes = context_.hidden_size * combine_bytes_;
+  const int64_t num_slots = slice_.max_return_rows();
+  if (slice_.max_num_tokens == 0) {
+    absl::Status status =
+        ComputePartials(sums, 0, sent.own_first, slice_, expert_output, buffer, context_);
+    status.Update(ComputePartials(sums, sent.own_last, sent.num_rows, slice_, expert_output,
+                                  buffer + sent.own_first * row_bytes, context_));
+    return status;
+  }
+  int64_t row = 0;
+  for (int32_t rank = 0; rank < slice_.ep_size; ++rank) {
+    const int64_t first = row;
+    row += slice_.return_send_counts[rank];
+    if (rank == slice_.ep_rank) continue;
+    absl::Status status =
+        ComputePartials(sums, first, row, slice_, expert_output, buffer, context_);
+    if (!status.ok()) return status;
+    buffer += num_slots * row_bytes;
+  }
+  return absl::OkStatus();
 }
 
 absl::Status RowExchange::Finish(const SourceAddend& addend, std::byte* output) {
@@ -197,13 +246,14 @@ absl::StatusOr<std::byte*> RowExchange::AllocateRows(int64_t num_rows, int64_t e
 }
 
 absl::StatusOr<absl::Span<const int64_t>> RowExchange::RemoteBytes(absl::Span<const int64_t> counts,
+                                                                   int64_t num_slots,
                                                                    int64_t element_bytes) {
   absl::StatusOr<absl::Span<int64_t>> bytes =
       context_.host_arena->AllocateSpan<int64_t>(slice_.ep_size);
   if (!bytes.ok()) return bytes.status();
   for (int32_t rank = 0; rank < slice_.ep_size; ++rank) {
-    (*bytes)[rank] =
-        rank == slice_.ep_rank ? 0 : counts[rank] * context_.hidden_size * element_bytes;
+    const int64_t num_rows = num_slots > 0 ? num_slots : counts[rank];
+    (*bytes)[rank] = rank == slice_.ep_rank ? 0 : num_rows * context_.hidden_size * element_bytes;
   }
   return *bytes;
 }
@@ -216,12 +266,13 @@ CollectiveTag RowExchange::Tag(uint32_t operation) const {
 
 absl::Status RowExchange::AllToAll(uint32_t operation, const std::byte* send,
                                    absl::Span<const int64_t> send_counts, std::byte* receive,
-                                   absl::Span<const int64_t> receive_counts,
+                                   absl::Span<const int64_t> receive_counts, int64_t num_slots,
                                    int64_t element_bytes) {
-  absl::StatusOr<absl::Span<const int64_t>> send_bytes = RemoteBytes(send_counts, element_bytes);
+  absl::StatusOr<absl::Span<const int64_t>> send_bytes =
+      RemoteBytes(send_counts, num_slots, element_bytes);
   if (!send_bytes.ok()) return send_bytes.status();
   absl::StatusOr<absl::Span<const int64_t>> receive_bytes =
-      RemoteBytes(receive_counts, element_bytes);
+      RemoteBytes(receive_counts, num_slots, element_bytes);
   if (!receive_bytes.ok()) return receive_bytes.status();
   AllToAllVParams params;
   params.tag = Tag(operation);

@@ -16,11 +16,11 @@ namespace expertmesh {
 absl::Status CheckCommunicator(DispatchMode mode, const StepSlice& slice,
                                const DispatchContext& context);
 
-// One step of passthrough, all_to_all or allgather_reducescatter on one rank; the last two differ
-// in how rows come and in nothing else. Rows for experts of the rank itself never
-// enter a send buffer: they are gathered from the shard straight into their places, and their
-// partials are written straight to where the sum reads them. So with one rank nothing is left of
-// the exchange, and passthrough is this class without a communicator.
+// One step of passthrough, all_to_all (both forms) or allgather_reducescatter on one rank; these
+// differ in how rows come, and how many travel with them, and in nothing else. Rows for experts of
+// the rank itself never enter a send buffer: they are gathered from the shard straight into their
+// places, and their partials are written straight to where the sum reads them. So with one rank
+// nothing is left of the exchange, and passthrough is this class without a communicator.
 class RowExchange : public DispatchHandle {
  public:
   RowExchange(const StepSlice& slice, const DispatchContext& context);
@@ -42,28 +42,35 @@ class RowExchange : public DispatchHandle {
   const Permutation& permutation() const { return permutation_; }
 
  private:
-  // Rows of other ranks before and after the rank's own block, in the order of ranks.
+  // The rows of each rank within the plan's numbering and within a buffer that holds those of all
+  // other ranks, block after block: of as many rows as there are, or of `num_slots`.
   struct Blocks {
-    explicit Blocks(absl::Span<const int64_t> counts, int32_t ep_rank);
+    Blocks(absl::Span<const int64_t> counts, int32_t ep_rank, int64_t num_slots);
+    int64_t num_own() const { return own_last - own_first; }
+    int64_t num_rows = 0;  // in the plan
     int64_t own_first = 0;
     int64_t own_last = 0;
-    int64_t total = 0;
-    int64_t num_own() const { return own_last - own_first; }
-    int64_t num_remote() const { return total - num_own(); }
+    int64_t num_remote_places = 0;  // in the buffer
   };
 
   absl::Status SendRows(absl::Span<const RowSpan> hidden_states);
   absl::Status SendRowsToOwners();
   absl::Status SendRowsToAll();
-  absl::Status GatherRows(absl::Span<const int32_t> rows, std::byte* output);
+  // Into a buffer for all other ranks.
+  absl::Status GatherRowsToSend(const Blocks& sent, std::byte* buffer);
+  absl::Status GatherRows(absl::Span<const int32_t> rows, absl::Span<const int64_t> destinations,
+                          std::byte* output);
+  absl::Status ComputePartialsToSend(const PartialSums& sums, const Blocks& sent,
+                                     const float* expert_output, std::byte* buffer);
   CollectiveTag Tag(uint32_t operation) const;
   absl::StatusOr<std::byte*> AllocateRows(int64_t num_rows, int64_t element_bytes);
   // Bytes to or from each rank, none for the rank's own rows.
   absl::StatusOr<absl::Span<const int64_t>> RemoteBytes(absl::Span<const int64_t> counts,
-                                                        int64_t element_bytes);
+                                                        int64_t num_slots, int64_t element_bytes);
   absl::Status AllToAll(uint32_t operation, const std::byte* send,
                         absl::Span<const int64_t> send_counts, std::byte* receive,
-                        absl::Span<const int64_t> receive_counts, int64_t element_bytes);
+                        absl::Span<const int64_t> receive_counts, int64_t num_slots,
+                        int64_t element_bytes);
 
   const StepSlice& slice_;
   const DispatchContext context_;

@@ -53,14 +53,17 @@ absl::StatusOr<StrategyChoice> ChooseStrategy(DispatchMode requested, const Step
       }
       return StrategyChoice{requested, kAskedFor};
     case DispatchMode::kAllToAll:
+    case DispatchMode::kAllToAllFixedCapacity:
     case DispatchMode::kAllGatherReduceScatter:
       return StrategyChoice{requested, kAskedFor};
   }
   return InvalidFieldError("options.dispatch", DispatchModeName(requested),
                            traffic.ep_size == 1
-                               ? "auto, passthrough, all_to_all, allgather_reducescatter or direct"
-                               : "auto, all_to_all, allgather_reducescatter or direct where "
-                                 "experts are on several ranks");
+                               ? "auto, passthrough, all_to_all, all_to_all_fixed_capacity, "
+                                 "allgather_reducescatter or direct"
+                               : "auto, all_to_all, all_to_all_fixed_capacity, "
+                                 "allgather_reducescatter or direct where experts are on several "
+                                 "ranks");
 }
 
 }  // namespace expertmesh

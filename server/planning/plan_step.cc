@@ -1,54 +1,19 @@
 #include <algorithm>
-#include <limits>
-#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "server/planning/choose_strategy.h"
 #include "server/planning/direct_plan.h"
+#include "server/planning/owner_set.h"
+#include "server/planning/shard_pieces.h"
 #include "server/planning/step_plan.h"
 
 namespace expertmesh {
 namespace {
 
-// Token indices are int32 and GatherRows counts source and received rows in one index.
-constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max() / 2;
-
-// Part of one segment that lies in one source rank's shard.
-struct Piece {
-  int32_t source_rank = 0;
-  int64_t shard_token = 0;  // of its first token
-  int64_t num_tokens = 0;
-  int32_t topk = 0;
-  const int32_t* topk_ids = nullptr;
-  const float* topk_weights = nullptr;
-};
-
 struct ExpertHome {
   int32_t owner_rank = 0;
   int32_t local_expert_id = 0;
-};
-
-// The distinct owners of one token, visited in ascending order.
-class OwnerSet {
- public:
-  explicit OwnerSet(int32_t ep_size) : words_((ep_size + 63) / 64) {}
-
-  void Insert(int32_t rank) { words_[rank >> 6] |= uint64_t{1} << (rank & 63); }
-
-  template <typename Visit>
-  void VisitAscendingAndClear(Visit visit) {
-    for (size_t i = 0; i < words_.size(); ++i) {
-      uint64_t word = words_[i];
-      words_[i] = 0;
-      for (; word != 0; word &= word - 1) {
-        visit(static_cast<int32_t>(i * 64) + __builtin_ctzll(word));
-      }
-    }
-  }
-
- private:
-  std::vector<uint64_t> words_;
 };
 
 // Tells whether an expert appeared before in the same token, and where its row comes back.
@@ -84,14 +49,19 @@ class Planner {
         num_experts_(params.placement->num_experts()),
         per_expert_(params.header.combine == CombineMode::kPerExpert),
         distinct_(!params.header.apply_router_weight_on_input),
-        gather_(strategy == DispatchMode::kAllGatherReduceScatter),
-        direct_(strategy == DispatchMode::kDirect) {
+        strategy_(strategy),
+        gather_(strategy == DispatchMode::kAllGatherReduceScatter) {
     plan_.slices.resize(ep_size_);
     for (StepSlice& slice : plan_.slices) {
       slice.header = params.header;
       slice.header.strategy = strategy;
       slice.ep_rank = static_cast<int32_t>(&slice - plan_.slices.data());
       slice.ep_size = ep_size_;
+      if (strategy != DispatchMode::kAllToAllFixedCapacity) continue;
+      slice.max_num_tokens = params.max_num_tokens;
+      for (const RoutingSegment& segment : params.segments) {
+        slice.max_topk = std::max(slice.max_topk, segment.topk);
+      }
     }
   }
 
@@ -121,7 +91,7 @@ class Planner {
     return per_expert_ ? num_expert_rows_[static_cast<size_t>(source) * ep_size_ + owner]
                        : num_rows(source, owner);
   }
-  void FillPiece(const Piece& piece, absl::Span<OwnerCursor> cursors, OwnerSet& owners,
+  void FillPiece(const ShardPiece& piece, absl::Span<OwnerCursor> cursors, OwnerSet& owners,
                  SeenExperts& seen, int64_t& num_sums);
 
   const StepPlanParams& params_;
@@ -129,9 +99,9 @@ class Planner {
   const int32_t num_experts_;
   const bool per_expert_;
   const bool distinct_;  // an expert that is named twice is computed once
-  const bool gather_;    // every rank gets every row
-  const bool direct_;    // the first shard holds every token
-  std::vector<Piece> pieces_;
+  const DispatchMode strategy_;
+  const bool gather_;  // every rank gets every row
+  std::vector<ShardPiece> pieces_;
   std::vector<ExpertHome> homes_;         // [num_experts]
   std::vector<int64_t> num_rows_;         // [source, owner]
   std::vector<int64_t> num_expert_rows_;  // [source, owner], kPerExpert
@@ -143,70 +113,13 @@ class Planner {
 };
 
 absl::Status Planner::CutShards() {
-  int64_t num_tokens = 0;
-  for (const RoutingSegment& segment : params_.segments) {
-    if (segment.num_tokens < 0 || segment.num_tokens > kMaxTokens - num_tokens) {
-      return absl::InvalidArgumentError(absl::StrCat("num_tokens: ", segment.num_tokens, " after ",
-                                                     num_tokens, " others is outside [0, ",
-                                                     kMaxTokens, "]"));
-    }
-    if (segment.topk < 0) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("topk: ", segment.topk, " must be at least 0"));
-    }
-    if (segment.num_tokens > 0 && segment.topk > 0 &&
-        (segment.topk_ids == nullptr || segment.topk_weights == nullptr)) {
-      return absl::InvalidArgumentError("topk_ids and topk_weights are missing");
-    }
-    num_tokens += segment.num_tokens;
-  }
-
-  std::vector<int64_t>& offsets = plan_.shard_offsets;
-  offsets.assign(ep_size_ + 1, 0);
-  if (direct_) {
-    std::fill(offsets.begin() + 1, offsets.end(), num_tokens);
-  } else if (params_.shard_sizes.empty()) {
-    for (int32_t rank = 0; rank < ep_size_; ++rank) {
-      offsets[rank + 1] = offsets[rank] + num_tokens / ep_size_ + (rank < num_tokens % ep_size_);
-    }
-  } else {
-    if (static_cast<int64_t>(params_.shard_sizes.size()) != ep_size_) {
-      return absl::InvalidArgumentError(absl::StrCat("shard_sizes: ", params_.shard_sizes.size(),
-                                                     " entries for ", ep_size_, " ranks"));
-    }
-    for (int32_t rank = 0; rank < ep_size_; ++rank) {
-      const int64_t size = params_.shard_sizes[rank];
-      if (size < 0 || size > num_tokens - offsets[rank]) {
-        return absl::InvalidArgumentError(absl::StrCat("shard_sizes[", rank, "]: ", size,
-                                                       " is outside [0, ",
-                                                       num_tokens - offsets[rank], "]"));
-      }
-      offsets[rank + 1] = offsets[rank] + size;
-    }
-    if (offsets.back() != num_tokens) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("shard_sizes: add up to ", offsets.back(), ", not to ", num_tokens));
-    }
-  }
-
-  int32_t rank = 0;
-  int64_t token = 0;
-  for (const RoutingSegment& segment : params_.segments) {
-    const int64_t end = token + segment.num_tokens;
-    int64_t done = 0;
-    while (token < end) {
-      while (token == offsets[rank + 1]) ++rank;
-      const int64_t count = std::min(end, offsets[rank + 1]) - token;
-      pieces_.push_back({rank, token - offsets[rank], count, segment.topk,
-                         segment.topk_ids + done * segment.topk,
-                         segment.topk_weights + done * segment.topk});
-      done += count;
-      token += count;
-    }
-  }
+  absl::StatusOr<std::vector<int64_t>> offsets = expertmesh::CutShards(params_, strategy_);
+  if (!offsets.ok()) return offsets.status();
+  pieces_ = CutPieces(params_.segments, *offsets);
   for (StepSlice& slice : plan_.slices) {
-    slice.num_source_tokens = offsets[slice.ep_rank + 1] - offsets[slice.ep_rank];
+    slice.num_source_tokens = (*offsets)[slice.ep_rank + 1] - (*offsets)[slice.ep_rank];
   }
+  plan_.shard_offsets = *std::move(offsets);
   return absl::OkStatus();
 }
 
@@ -229,7 +142,7 @@ absl::Status Planner::Count() {
   const ExpertHome* const homes = homes_.data();
   int64_t* const tokens_per_expert = plan_.tokens_per_expert.data();
   int64_t* const num_pairs = num_pairs_.data();
-  for (const Piece& piece : pieces_) {
+  for (const ShardPiece& piece : pieces_) {
     int64_t* const rows = &num_rows(piece.source_rank, 0);
     int64_t* const expert_rows = per_expert_ ? &num_return_rows(piece.source_rank, 0) : nullptr;
     const int32_t* ids = piece.topk_ids;
@@ -313,7 +226,7 @@ void Planner::Fill() {
   SeenExperts seen(per_expert_ ? num_experts_ : 0);
   int32_t source = -1;
   int64_t num_sums = 0;
-  for (const Piece& piece : pieces_) {
+  for (const ShardPiece& piece : pieces_) {
     if (piece.source_rank != source) {
       source = piece.source_rank;
       num_sums = 0;
@@ -330,7 +243,7 @@ void Planner::Fill() {
   }
 }
 
-void Planner::FillPiece(const Piece& piece, absl::Span<OwnerCursor> cursors, OwnerSet& owners,
+void Planner::FillPiece(const ShardPiece& piece, absl::Span<OwnerCursor> cursors, OwnerSet& owners,
                         SeenExperts& seen, int64_t& num_sums) {
   StepSlice& slice = plan_.slices[piece.source_rank];
   const ExpertHome* const homes = homes_.data();
@@ -376,13 +289,16 @@ void Planner::FillPiece(const Piece& piece, absl::Span<OwnerCursor> cursors, Own
   }
 }
 
+// So that bad sizes, which are refused later, do not overflow the sum.
+constexpr int64_t kMostTokensCounted = int64_t{1} << 32;
+
 StepTraffic Traffic(const StepPlanParams& params) {
   StepTraffic traffic;
   traffic.ep_size = params.placement->ep_size();
   traffic.remote_ranks = params.remote_ranks;
   traffic.include_shared_experts = params.header.include_shared_experts;
   for (const RoutingSegment& segment : params.segments) {
-    traffic.num_tokens += std::max<int64_t>(0, std::min(segment.num_tokens, kMaxTokens));
+    traffic.num_tokens += std::clamp<int64_t>(segment.num_tokens, 0, kMostTokensCounted);
     traffic.topk = std::max(traffic.topk, segment.topk);
   }
   traffic.bytes_per_row = params.hidden_size * (DTypeBytes(params.header.activation_dtype) +

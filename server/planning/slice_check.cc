@@ -1,5 +1,6 @@
 #include "server/planning/slice_check.h"
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <string>
@@ -162,6 +163,45 @@ absl::Status CheckGather(const StepSlice& slice) {
   return absl::OkStatus();
 }
 
+// The rows fit their slots, and no size that follows from them overflows.
+absl::Status CheckSlots(const StepSlice& slice) {
+  if (slice.header.strategy != DispatchMode::kAllToAllFixedCapacity) {
+    if (slice.max_num_tokens != 0) return Bad("max_num_tokens", "with another strategy");
+    if (slice.max_topk != 0) return Bad("max_topk", "with another strategy");
+    return absl::OkStatus();
+  }
+  const std::optional<int64_t> most_rows = CheckedSizeProduct(
+      {slice.ep_size, slice.max_num_tokens, std::max<int64_t>(slice.max_topk, 1)});
+  if (slice.max_num_tokens < 1 || !most_rows ||
+      *most_rows > std::numeric_limits<int32_t>::max() - slice.num_source_tokens) {
+    return Bad("max_num_tokens", absl::StrCat(slice.max_num_tokens, " with max_topk ",
+                                              slice.max_topk, " on ", slice.ep_size, " ranks"));
+  }
+  if (slice.max_topk < 0) return Bad("max_topk", absl::StrCat(slice.max_topk));
+  for (int64_t row = 0; row < slice.num_received_rows(); ++row) {
+    if (slice.pair_offsets[row + 1] - slice.pair_offsets[row] > slice.max_topk) {
+      return Bad("pair_offsets",
+                 absl::StrCat("row ", row, " has more pairs than max_topk ", slice.max_topk));
+    }
+  }
+  const auto check_counts = [](const char* field, absl::Span<const int64_t> counts,
+                               int64_t num_slots) {
+    for (const int64_t count : counts) {
+      if (count > num_slots) {
+        return Bad(field, absl::StrCat(count, " rows, there are ", num_slots, " slots"));
+      }
+    }
+    return absl::OkStatus();
+  };
+  absl::Status status = check_counts("send_counts", slice.send_counts, slice.max_num_tokens);
+  status.Update(check_counts("recv_counts", slice.recv_counts, slice.max_num_tokens));
+  status.Update(
+      check_counts("return_send_counts", slice.return_send_counts, slice.max_return_rows()));
+  status.Update(
+      check_counts("return_recv_counts", slice.return_recv_counts, slice.max_return_rows()));
+  return status;
+}
+
 // All rows are the rank's own, and the control plane sums.
 absl::Status CheckDirect(const StepSlice& slice) {
   for (int32_t peer = 0; peer < slice.ep_size; ++peer) {
@@ -233,6 +273,7 @@ absl::Status CheckSlice(const StepSlice& slice, int32_t ep_rank, int32_t ep_size
   status.Update(CheckSums(slice, num_return_received));
   if (!status.ok()) return status;
   status = CheckGather(slice);
+  if (status.ok()) status = CheckSlots(slice);
   if (!status.ok()) return status;
   return CheckReturnCounts(slice, num_local_experts);
 }

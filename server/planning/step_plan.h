@@ -17,6 +17,7 @@ enum class DispatchMode : uint8_t {
   kAuto,
   kPassthrough,
   kAllToAll,
+  kAllToAllFixedCapacity,
   kAllGatherReduceScatter,
   kDirect
 };
@@ -98,6 +99,22 @@ struct StepSlice {
   std::vector<int64_t> gather_counts;  // [ep_size] rows that each rank sends to all
   std::vector<int32_t> gather_rows;    // [num_received_rows] index among the gathered rows
 
+  // kAllToAllFixedCapacity alone, else 0. Each rank sends each other one max_num_tokens rows, and
+  // max_return_rows() back, whatever it needs; what the counts above do not use is never read as
+  // data. They and the sizes of the batched format follow from what requests look like, not from
+  // their routing.
+  int64_t max_num_tokens = 0;
+  int32_t max_topk = 0;  // of the step's routing, its widest
+
+  int64_t max_return_rows() const {
+    return max_num_tokens * (header.combine == CombineMode::kPerExpert ? max_topk : 1);
+  }
+  // Of the batched format: every row may be for one expert, and with weights on the input several
+  // times.
+  int64_t max_rows_per_expert() const {
+    return ep_size * max_num_tokens * (header.apply_router_weight_on_input ? max_topk : 1);
+  }
+
   int64_t num_received_rows() const { return static_cast<int64_t>(pair_offsets.size()) - 1; }
   // Rows that the rank gives back, in header.output_dtype. kDirect: the partials of all its rows,
   // with its own end of everything: the shard is the rows that it computes, each sent to itself,
@@ -139,6 +156,9 @@ struct StepPlanParams {
   // [ep_size] or empty: tokens per source rank; empty means shards as equal as
   // possible, the first ones larger. kDirect has no use for them.
   absl::Span<const int64_t> shard_sizes;
+  // kAllToAllFixedCapacity: rows for each pair of ranks, at least 1. With shard_sizes empty the
+  // shards are cut so that they fit, where any cut does.
+  int64_t max_num_tokens = 0;
   // For kAuto's choice.
   int64_t hidden_size = 0;
   bool remote_ranks = false;
@@ -149,12 +169,18 @@ struct StepPlanParams {
 // that this placement does not allow.
 absl::StatusOr<StepPlan> PlanStep(const StepPlanParams &params);
 
-// How many of the first tokens of `segments` (from `first_token`, counted over
-// all segments) fit a step of at most `max_tokens` tokens and at most
-// `max_rank_pairs` (token, k) pairs on any one rank; at least 1 when a token is
-// left.
+// What one step may hold.
+struct StepLimits {
+  int64_t max_tokens = 0;
+  int64_t max_rank_pairs = 0;  // (token, k) pairs on any one rank
+  int64_t max_num_tokens = 0;  // as StepPlanParams, for a step of kAllToAllFixedCapacity; 0: else
+};
+
+// How many of the first tokens of `segments` (from `first_token`, counted over all segments) fit
+// one step; at least 1 when a token is left. What fits max_num_tokens still fits when some of these
+// tokens are left out.
 int64_t CountTokensThatFit(absl::Span<const RoutingSegment> segments, const Placement &placement,
-                           int64_t first_token, int64_t max_tokens, int64_t max_rank_pairs);
+                           int64_t first_token, const StepLimits &limits);
 
 }  // namespace expertmesh
 

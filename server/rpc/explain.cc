@@ -92,10 +92,14 @@ class Explanation {
     for (int32_t peer = 0; peer < slice.ep_size; ++peer) {
       out->set_send_counts(peer, out->send_counts(peer) + slice.send_counts[peer]);
       if (peer == slice.ep_rank) continue;
-      const int64_t num_sent = slice.gather_counts.empty() ? slice.send_counts[peer]
-                                                           : slice.gather_counts[slice.ep_rank];
+      const bool has_slots = slice.max_num_tokens > 0;
+      const int64_t num_sent = has_slots                     ? slice.max_num_tokens
+                               : slice.gather_counts.empty() ? slice.send_counts[peer]
+                                                             : slice.gather_counts[slice.ep_rank];
+      const int64_t num_returned =
+          has_slots ? slice.max_return_rows() : slice.return_send_counts[peer];
       out->set_dispatch_bytes(out->dispatch_bytes() + num_sent * row_bytes);
-      out->set_combine_bytes(out->combine_bytes() + slice.return_send_counts[peer] * partial_bytes);
+      out->set_combine_bytes(out->combine_bytes() + num_returned * partial_bytes);
     }
     // An expert that occurs twice in a row computes it once, unless each weight makes an input row
     // of its own.
@@ -206,14 +210,19 @@ absl::StatusOr<v1::ExplainResponse> ExplainForward(const ExplainParams& params) 
   plan_params.placement = &placement;
   plan_params.hidden_size = call.model->hidden_size;
   plan_params.remote_ranks = params.remote_ranks;
+  plan_params.max_num_tokens = params.max_num_tokens;
+  StepLimits limits;
+  limits.max_tokens = params.max_step_tokens;
+  limits.max_rank_pairs = params.max_rank_pairs;
+  if (call.dispatch == DispatchMode::kAllToAllFixedCapacity) {
+    limits.max_num_tokens = params.max_num_tokens;
+  }
   Explanation explanation(params, &response);
   int32_t num_steps = 0;
   for (int64_t first = 0; first < call.num_tokens || num_steps == 0; ++num_steps) {
     RoutingSegment piece = segment;
-    piece.num_tokens = call.num_tokens == 0
-                           ? 0
-                           : CountTokensThatFit({&segment, 1}, placement, first,
-                                                params.max_step_tokens, params.max_rank_pairs);
+    piece.num_tokens =
+        call.num_tokens == 0 ? 0 : CountTokensThatFit({&segment, 1}, placement, first, limits);
     piece.topk_ids += first * piece.topk;
     piece.topk_weights += first * piece.topk;
     plan_params.segments = absl::MakeConstSpan(&piece, 1);

@@ -31,6 +31,7 @@ struct ExplainParams {
   // As control/ splits requests.
   int64_t max_step_tokens = 0;
   int64_t max_rank_pairs = 0;
+  int64_t max_num_tokens = 0;  // of kAllToAllFixedCapacity
   bool remote_ranks = false;
 };
 

@@ -55,6 +55,7 @@ absl::StatusOr<grpc::ByteBuffer> ExplainReactor::Explain(const ServingBackend& b
   params.max_tokens = request->max_tokens;
   params.max_step_tokens = backend.max_step_tokens;
   params.max_rank_pairs = backend.max_rank_pairs;
+  params.max_num_tokens = backend.max_num_tokens;
   params.remote_ranks = backend.group->is_remote();
   absl::StatusOr<v1::ExplainResponse> response = ExplainForward(params);
   if (!response.ok()) return response.status();

@@ -115,16 +115,23 @@ absl::Status ApplyOptions(const v1::ForwardOptions& options, DType hidden_dtype,
   call.combine_dtype = *combine_dtype;
   call.combine = *combine;
   call.dispatch = *dispatch;
-  // The server's own choice gives way where it cannot be.
-  const bool asks = options.dispatch() != v1::DISPATCH_MODE_UNSPECIFIED &&
-                    options.dispatch() != v1::DISPATCH_MODE_AUTO;
-  if (!asks && call.dispatch == DispatchMode::kDirect && options.include_shared_experts()) {
-    call.dispatch = DispatchMode::kAuto;
-  }
   call.include_shared_experts = options.include_shared_experts();
   valid->stats_only = options.stats_only();
   valid->validate_only = options.validate_only();
   return absl::OkStatus();
+}
+
+// Where the request does not choose, the server's choice gives way to what the call asks for.
+void LetDispatchGiveWay(const v1::ForwardOptions& options, ForwardCall& call) {
+  if (options.dispatch() != v1::DISPATCH_MODE_UNSPECIFIED &&
+      options.dispatch() != v1::DISPATCH_MODE_AUTO) {
+    return;
+  }
+  const bool no_source_rank = call.dispatch == DispatchMode::kDirect && call.include_shared_experts;
+  // The memory for slots is meant for the model's own top-k.
+  const bool too_wide =
+      call.dispatch == DispatchMode::kAllToAllFixedCapacity && call.topk > call.layer->topk;
+  if (no_source_rank || too_wide) call.dispatch = DispatchMode::kAuto;
 }
 
 absl::Status CheckFingerprint(const std::string& expected, const ModelSpec& model) {
@@ -268,6 +275,7 @@ absl::StatusOr<ValidForward> ForwardValidator::Validate(DecodedForwardRequest re
       return InvalidFieldError("routing", "not set", "one of topk, router_logits, server_gate");
   }
 
+  LetDispatchGiveWay(request.options, call);
   status = CheckFiniteRows(*hidden, rows_read, "hidden_states");
   if (!status.ok()) return status;
   call.hidden_states = std::move(hidden->data);

@@ -68,7 +68,11 @@ absl::StatusOr<v1::StepSlice> ToWire(const StepSlice& slice, absl::Duration time
                     Pack(slice.sum_offsets, wire.mutable_sum_offsets()) &&
                     Pack(slice.sum_rows, wire.mutable_sum_rows()) &&
                     Pack(slice.gather_counts, wire.mutable_gather_counts());
-  if (!fits) return absl::InvalidArgumentError("slice: a count is no int32");
+  if (!fits || slice.max_num_tokens > std::numeric_limits<int32_t>::max()) {
+    return absl::InvalidArgumentError("slice: a count is no int32");
+  }
+  wire.set_max_num_tokens(static_cast<int32_t>(slice.max_num_tokens));
+  wire.set_max_topk(slice.max_topk);
   PackSame(slice.send_rows, wire.mutable_send_rows());
   PackSame(slice.pair_local_expert, wire.mutable_pair_local_experts());
   PackSame(slice.pair_k, wire.mutable_pair_ks());
@@ -79,8 +83,9 @@ absl::StatusOr<v1::StepSlice> ToWire(const StepSlice& slice, absl::Duration time
 }
 
 absl::StatusOr<DispatchMode> StrategyFromWire(v1::DispatchMode mode) {
-  for (const DispatchMode known : {DispatchMode::kPassthrough, DispatchMode::kAllToAll,
-                                   DispatchMode::kAllGatherReduceScatter, DispatchMode::kDirect}) {
+  for (const DispatchMode known :
+       {DispatchMode::kPassthrough, DispatchMode::kAllToAll, DispatchMode::kAllToAllFixedCapacity,
+        DispatchMode::kAllGatherReduceScatter, DispatchMode::kDirect}) {
     if (DispatchModeToWire(known) == mode) return known;
   }
   return InvalidFieldError("slice.strategy", static_cast<int>(mode), "a strategy");
@@ -121,6 +126,8 @@ absl::StatusOr<StepSlice> FromWire(const v1::StepSlice& wire) {
   slice.sum_weights = Unpack<float>(wire.sum_weights());
   slice.gather_counts = Unpack<int64_t>(wire.gather_counts());
   slice.gather_rows = Unpack<int32_t>(wire.gather_rows());
+  slice.max_num_tokens = wire.max_num_tokens();
+  slice.max_topk = wire.max_topk();
   return slice;
 }
 

@@ -44,6 +44,8 @@ v1::DispatchMode DispatchModeToWire(DispatchMode mode) {
       return v1::DISPATCH_MODE_PASSTHROUGH;
     case DispatchMode::kAllToAll:
       return v1::DISPATCH_MODE_ALL_TO_ALL;
+    case DispatchMode::kAllToAllFixedCapacity:
+      return v1::DISPATCH_MODE_ALL_TO_ALL_FIXED_CAPACITY;
     case DispatchMode::kAllGatherReduceScatter:
       return v1::DISPATCH_MODE_ALLGATHER_REDUCESCATTER;
     case DispatchMode::kDirect:

@@ -92,12 +92,14 @@ TEST(RankClusterTest, BytesAreThoseOfOneProcess) {
     ASSERT_TRUE(oracle.ok());
     const auto cluster = RankCluster::Start({.checkpoint = kCheckpoint,
                                              .ep_size = num_ranks,
-                                             .control_args = {"--allow_dispatch_option"}});
+                                             .control_args = {"--allow_dispatch_option",
+                                                              "--max_num_tokens=7"}});
     ASSERT_NE(cluster, nullptr);
     EXPECT_EQ(cluster->control().Health(""), "SERVING");
-    constexpr v1::DispatchMode kModes[] = {v1::DISPATCH_MODE_AUTO, v1::DISPATCH_MODE_ALL_TO_ALL,
-                                           v1::DISPATCH_MODE_ALLGATHER_REDUCESCATTER,
-                                           v1::DISPATCH_MODE_DIRECT};
+    constexpr v1::DispatchMode kModes[] = {
+        v1::DISPATCH_MODE_AUTO, v1::DISPATCH_MODE_ALL_TO_ALL,
+        v1::DISPATCH_MODE_ALL_TO_ALL_FIXED_CAPACITY, v1::DISPATCH_MODE_ALLGATHER_REDUCESCATTER,
+        v1::DISPATCH_MODE_DIRECT};
     for (uint64_t seed = 0; seed < 40; ++seed) {
       SCOPED_TRACE(absl::StrCat("seed ", seed));
       v1::ForwardRequest request = RandomRequest(oracle.model, seed);

@@ -15,7 +15,8 @@ namespace expertmesh {
 namespace {
 
 constexpr DispatchMode kStrategies[] = {
-    DispatchMode::kAllToAll, DispatchMode::kAllGatherReduceScatter, DispatchMode::kDirect};
+    DispatchMode::kAllToAll, DispatchMode::kAllToAllFixedCapacity,
+    DispatchMode::kAllGatherReduceScatter, DispatchMode::kDirect};
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
 
 int64_t Uniform(std::mt19937_64& random, int64_t first, int64_t last) {

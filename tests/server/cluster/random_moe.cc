@@ -213,6 +213,14 @@ absl::StatusOr<GroupStep> MakeStep(LocalExpertGroup& group, const RandomMoe& moe
   params.segments = segments;
   params.placement = group.placement(moe.source->model().name, kLayer);
   params.shard_sizes = choices.shard_sizes;
+  params.max_num_tokens = choices.max_num_tokens;
+  if (params.max_num_tokens == 0) {
+    const auto& sizes = choices.shard_sizes;
+    params.max_num_tokens = std::max<int64_t>(
+        1, sizes.empty()
+               ? (static_cast<int64_t>(order.size()) + group.ep_size() - 1) / group.ep_size()
+               : *std::max_element(sizes.begin(), sizes.end()));
+  }
   absl::StatusOr<StepPlan> plan = PlanStep(params);
   if (!plan.ok()) return plan.status();
 

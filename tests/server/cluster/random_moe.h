@@ -67,6 +67,7 @@ struct StepChoices {
   DType output_dtype = DType::kFloat32;
   std::vector<int64_t> tokens;       // of RandomTokens, in this order; empty: all
   std::vector<int64_t> shard_sizes;  // empty: equal
+  int64_t max_num_tokens = 0;        // kAllToAllFixedCapacity; 0: the least that always fits
   bool on_caller = true;
 };
 

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -65,13 +66,14 @@ class StepControllerLocalGroupTest : public testing::TestWithParam<int32_t> {
   }
 
   std::shared_ptr<Answer> Submit(int64_t first, int64_t count, RoutingKind routing,
-                                 bool may_run_inline) {
+                                 bool may_run_inline, DispatchMode dispatch = DispatchMode::kAuto) {
     auto call = std::make_unique<ForwardCall>();
     call->model = &source_->model();
     call->layer = &source_->model().layers[0];
     call->num_tokens = count;
     call->activation_dtype = call->output_dtype = call->combine_dtype = DType::kBFloat16;
     call->routing = routing;
+    call->dispatch = dispatch;
     if (routing == RoutingKind::kTopK) {
       call->topk = kTopK;
       call->topk_ids = Copy(ids_.data() + first * kTopK, count * kTopK * 4);
@@ -137,6 +139,28 @@ TEST_P(StepControllerLocalGroupTest, InlineQueuedSplitMergedAloneAreTheSameBytes
       together.insert(together.end(), bytes.begin(), bytes.end());
     }
     EXPECT_EQ(together, expected);
+  }
+}
+
+// Skew that would overflow the slots is split into more steps.
+TEST_P(StepControllerLocalGroupTest, StepsFitTheSlotsOfAFixedCapacity) {
+  // All of the first half's tokens go to one expert.
+  std::fill_n(ids_.begin(), kTokens / 2 * kTopK, 3);
+  for (const RoutingKind routing : {RoutingKind::kTopK, RoutingKind::kServerGate}) {
+    Start({});
+    const std::vector<std::byte> expected = Bytes(*Submit(0, kTokens, routing, false));
+    for (const int64_t max_num_tokens : {1, 2, 5, 23}) {
+      StepControllerOptions options;
+      options.max_num_tokens = max_num_tokens;
+      Start(options);
+      const auto answer = Submit(0, kTokens, routing, false, DispatchMode::kAllToAllFixedCapacity);
+      EXPECT_EQ(Bytes(*answer), expected);
+      EXPECT_EQ((*answer->Wait()).strategy, DispatchMode::kAllToAllFixedCapacity);
+      const uint64_t least = routing == RoutingKind::kTopK ? kTokens / 2 : 1;
+      const uint64_t slots = max_num_tokens * GetParam();
+      EXPECT_GE(controller_->Snapshot().steps, (least + slots - 1) / slots);
+      EXPECT_LE(controller_->Snapshot().steps, (kTokens + slots - 1) / slots);
+    }
   }
 }
 

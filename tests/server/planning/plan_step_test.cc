@@ -61,6 +61,8 @@ void ExpectSameSlice(const StepSlice& actual, const StepSlice& expected) {
   EXPECT_EQ(actual.sum_weights, expected.sum_weights);
   EXPECT_EQ(actual.gather_counts, expected.gather_counts);
   EXPECT_EQ(actual.gather_rows, expected.gather_rows);
+  EXPECT_EQ(actual.max_num_tokens, expected.max_num_tokens);
+  EXPECT_EQ(actual.max_topk, expected.max_topk);
 }
 
 // Every (token, k) with an expert is computed exactly once, by its owner, with its weight.
@@ -146,6 +148,39 @@ TEST_P(PlanStepRandomTest, IsTheReferencePlan) {
     ExpectEveryPairOnce(*plan, routing, placement);
     ExpectSymmetricCounts(*plan);
     if (HasFailure()) return;
+  }
+}
+
+// With the shards that the slots ask for it is all_to_all's.
+TEST_P(PlanStepRandomTest, FixedCapacityIsAllToAllWithSlots) {
+  const auto [ep_size, combine, weight_on_input] = GetParam();
+  for (uint64_t seed = 1; seed <= 20 && !HasFailure(); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const auto num_experts = static_cast<int32_t>(1 + random() % 40);
+    const auto num_tokens = static_cast<int64_t>(seed == 1 ? 0 : random() % 40);
+    const RandomRouting routing = MakeRandomRouting(random, num_tokens, 5, num_experts);
+    const std::vector<RoutingSegment> segments = CutIntoSegments(random, routing);
+    const Placement placement = MakeRandomPlacement(random, num_experts, ep_size);
+    StepPlanParams params;
+    params.header = MakeHeader(DispatchMode::kAllToAllFixedCapacity, combine, weight_on_input);
+    params.segments = segments;
+    params.placement = &placement;
+    params.max_num_tokens = num_tokens / ep_size + 1;
+    const absl::StatusOr<StepPlan> plan = PlanStep(params);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    const StepPlan expected = ReferencePlan(params);
+    EXPECT_EQ(plan->shard_offsets, expected.shard_offsets);
+    for (int32_t rank = 0; rank < ep_size; ++rank) {
+      SCOPED_TRACE("rank " + std::to_string(rank));
+      StepSlice with_slots = expected.slices[rank];
+      with_slots.max_num_tokens = params.max_num_tokens;
+      with_slots.max_topk = segments.empty() ? 0 : 5;
+      ExpectSameSlice(plan->slices[rank], with_slots);
+      const auto num_local = static_cast<int32_t>(placement.local_experts(rank).size());
+      const absl::Status checked = CheckSlice(plan->slices[rank], rank, ep_size, num_local);
+      EXPECT_TRUE(checked.ok()) << checked;
+    }
   }
 }
 
@@ -315,14 +350,14 @@ TEST(CountTokensThatFitTest, StopsAtTokensOrAtTheFullestRank) {
       {ids.data() + 4, weights.data() + 4, 0, 2},
       {ids.data() + 4, weights.data() + 4, 4, 2},
   };
-  EXPECT_EQ(CountTokensThatFit(segments, placement, 0, 100, 100), 6);
-  EXPECT_EQ(CountTokensThatFit(segments, placement, 0, 4, 100), 4);
-  EXPECT_EQ(CountTokensThatFit(segments, placement, 0, 100, 3), 4);  // rank 0: 2, 1, 0, 0, then 2
-  EXPECT_EQ(CountTokensThatFit(segments, placement, 1, 100, 3), 4);
-  EXPECT_EQ(CountTokensThatFit(segments, placement, 4, 100, 3), 2);
-  EXPECT_EQ(CountTokensThatFit(segments, placement, 0, 100, 1), 1);
-  EXPECT_EQ(CountTokensThatFit(segments, placement, 0, 0, 0), 1);
-  EXPECT_EQ(CountTokensThatFit(segments, placement, 6, 100, 100), 0);
+  EXPECT_EQ(CountTokensThatFit(segments, placement, 0, {100, 100}), 6);
+  EXPECT_EQ(CountTokensThatFit(segments, placement, 0, {4, 100}), 4);
+  EXPECT_EQ(CountTokensThatFit(segments, placement, 0, {100, 3}), 4);  // rank 0: 2, 1, 0, 0, then 2
+  EXPECT_EQ(CountTokensThatFit(segments, placement, 1, {100, 3}), 4);
+  EXPECT_EQ(CountTokensThatFit(segments, placement, 4, {100, 3}), 2);
+  EXPECT_EQ(CountTokensThatFit(segments, placement, 0, {100, 1}), 1);
+  EXPECT_EQ(CountTokensThatFit(segments, placement, 0, {0, 0}), 1);
+  EXPECT_EQ(CountTokensThatFit(segments, placement, 6, {100, 100}), 0);
 }
 
 }  // namespace

@@ -32,6 +32,7 @@ StepSlice GoodSlice(CombineMode combine, DispatchMode strategy = DispatchMode::k
   params.header.output_dtype = DType::kBFloat16;
   params.segments = absl::MakeConstSpan(&segment, 1);
   params.placement = &placement;
+  params.max_num_tokens = 20;
   return PlanStep(params)->slices[kRank];
 }
 
@@ -117,6 +118,40 @@ TEST(SliceCheckTest, RefusesGatherThatIsInconsistent) {
     const absl::Status status = Check(slice);
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
     EXPECT_THAT(std::string(status.message()), HasSubstr(cases[i].first));
+  }
+}
+
+TEST(SliceCheckTest, RefusesSlotsThatAreInconsistent) {
+  const std::vector<std::pair<std::string, std::function<void(StepSlice&)>>> cases = {
+      {"max_num_tokens", [](StepSlice& s) { s.max_num_tokens = 0; }},
+      {"max_num_tokens", [](StepSlice& s) { s.max_num_tokens = -1; }},
+      {"max_num_tokens",
+       [](StepSlice& s) { s.max_num_tokens = std::numeric_limits<int64_t>::max(); }},
+      // Fits an int32, but not what follows from it.
+      {"max_num_tokens", [](StepSlice& s) { s.max_num_tokens = 0x7fffffff / kRanks; }},
+      {"max_num_tokens", [](StepSlice& s) { s.max_topk = 0x7fffffff; }},
+      {"max_topk", [](StepSlice& s) { s.max_topk = -1; }},
+      {"send_counts", [](StepSlice& s) { s.max_num_tokens = s.send_counts[0] - 1; }},
+      {"rows, there are 1 slots", [](StepSlice& s) { s.max_num_tokens = 1; }},
+      {"pair_offsets", [](StepSlice& s) { s.max_topk = 1; }},
+      {"max_num_tokens", [](StepSlice& s) { s.header.strategy = DispatchMode::kAllToAll; }},
+      {"max_topk",
+       [](StepSlice& s) {
+         s.header.strategy = DispatchMode::kAllToAll;
+         s.max_num_tokens = 0;
+       }},
+  };
+  for (const CombineMode combine : {CombineMode::kSum, CombineMode::kPerExpert}) {
+    const StepSlice good = GoodSlice(combine, DispatchMode::kAllToAllFixedCapacity);
+    ASSERT_TRUE(Check(good).ok()) << Check(good);
+    for (size_t i = 0; i < cases.size(); ++i) {
+      SCOPED_TRACE("case " + std::to_string(i) + " " + CombineModeName(combine));
+      StepSlice slice = good;
+      cases[i].second(slice);
+      const absl::Status status = Check(slice);
+      EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+      EXPECT_THAT(std::string(status.message()), HasSubstr(cases[i].first));
+    }
   }
 }
 

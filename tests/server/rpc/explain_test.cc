@@ -59,6 +59,20 @@ TEST_F(ExplainTest, ShowsNoMorePairsThanAMessageShouldHave) {
   EXPECT_EQ(response->tokens(0).experts_size(), kTopK);
 }
 
+// Four experts on two ranks: every token needs both.
+TEST_F(ExplainTest, FixedCapacityCountsEverySlotOfEveryStep) {
+  Fill(10, 4);
+  forward_.call->dispatch = DispatchMode::kAllToAllFixedCapacity;
+  params_.max_num_tokens = 3;
+  const absl::StatusOr<v1::ExplainResponse> response = ExplainForward(params_);
+  ASSERT_TRUE(response.ok()) << response.status();
+  EXPECT_EQ(response->strategy(), v1::DISPATCH_MODE_ALL_TO_ALL_FIXED_CAPACITY);
+  EXPECT_EQ(response->num_steps(), 2);
+  const int64_t row_bytes = model_.hidden_size * 2;
+  EXPECT_EQ(response->dispatch_bytes(), 2 * 2 * 3 * row_bytes);
+  EXPECT_EQ(response->combine_bytes(), 2 * 2 * 3 * row_bytes);
+}
+
 TEST_F(ExplainTest, AnExpertThatOccursTwiceIsOneRowUnlessWeightsGoOnTheInput) {
   Fill(1, 6);  // experts 0, 1, 2, 3, 0, 1
   absl::StatusOr<v1::ExplainResponse> response = ExplainForward(params_);

@@ -40,8 +40,10 @@ class ForwardValidationTest : public testing::Test {
  protected:
   ForwardValidationTest() : model_(TinyModel()), validator_(MakeValidator(&model_)) {}
 
-  ForwardValidator MakeValidator(const ModelSpec* model) {
+  ForwardValidator MakeValidator(const ModelSpec* model,
+                                 DispatchMode dispatch = DispatchMode::kAuto) {
     ForwardLimits limits;
+    limits.dispatch = dispatch;
     limits.activation_dtypes = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
     limits.strategies = {DispatchMode::kAllToAll};
     return ForwardValidator({model}, limits, &pool_);
@@ -193,6 +195,17 @@ TEST_F(ForwardValidationTest, SharedExpertsReadEveryRow) {
   ASSERT_TRUE(Validate(request).ok()) << Validate(request).status();
   EXPECT_TRUE(Validate(request)->call->include_shared_experts);
   EXPECT_EQ(Validate(request)->num_tokens_without_expert, 1);
+}
+
+TEST_F(ForwardValidationTest, SlotsAreForTheModelsOwnTopK) {
+  validator_ = MakeValidator(&model_, DispatchMode::kAllToAllFixedCapacity);
+  const auto dispatch = [this](int32_t topk) {
+    const auto valid = Validate(GoodRequest(Target(), 4, topk));
+    EXPECT_TRUE(valid.ok()) << valid.status();
+    return valid->call->dispatch;
+  };
+  EXPECT_EQ(dispatch(2), DispatchMode::kAllToAllFixedCapacity);
+  EXPECT_EQ(dispatch(3), DispatchMode::kAuto);
 }
 
 TEST_F(ForwardValidationTest, AnAnswerThatWouldNotFitIsRefusedBeforeItIsComputed) {

@@ -54,8 +54,9 @@ struct Example {
     params.header.step = random();
     params.header.model = "a model";
     params.header.layer = 17;
-    params.header.strategy = seed % 3 == 0   ? DispatchMode::kAllGatherReduceScatter
-                             : seed % 3 == 1 ? DispatchMode::kDirect
+    params.header.strategy = seed % 4 == 0   ? DispatchMode::kAllGatherReduceScatter
+                             : seed % 4 == 1 ? DispatchMode::kDirect
+                             : seed % 4 == 2 ? DispatchMode::kAllToAllFixedCapacity
                              : ep_size > 1   ? DispatchMode::kAllToAll
                                              : DispatchMode::kPassthrough;
     params.header.combine = combine;
@@ -67,6 +68,7 @@ struct Example {
         random() % 2 == 0 && params.header.strategy != DispatchMode::kDirect;
     params.segments = segments;
     params.placement = &placement;
+    params.max_num_tokens = 50;
     const absl::StatusOr<StepPlan> plan = PlanStep(params);
     EXPECT_TRUE(plan.ok()) << plan.status();
     rank = static_cast<int32_t>(random() % ep_size);
@@ -121,6 +123,8 @@ void ExpectEqual(const StepSlice& a, const StepSlice& b) {
   EXPECT_EQ(a.sum_weights, b.sum_weights);
   EXPECT_EQ(a.gather_counts, b.gather_counts);
   EXPECT_EQ(a.gather_rows, b.gather_rows);
+  EXPECT_EQ(a.max_num_tokens, b.max_num_tokens);
+  EXPECT_EQ(a.max_topk, b.max_topk);
 }
 
 TEST(StepWireTest, SlicesComeAsTheyWereSent) {
