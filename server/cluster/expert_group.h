@@ -2,9 +2,12 @@
 #define EXPERTMESH_SERVER_CLUSTER_EXPERT_GROUP_H_
 
 #include <cstdint>
+#include <memory>
 #include <string_view>
 #include <vector>
 
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "kernels/base/buffer.h"
@@ -25,8 +28,19 @@ struct GroupStepResult {
   StepTimings timings;
 };
 
+// A step that its ranks run. Must be finished.
+class StepInFlight {
+ public:
+  virtual ~StepInFlight() = default;
+  // Finish would not block. Any thread.
+  virtual bool is_decided() const = 0;
+  // Once. Blocks until the step has ended on all ranks, its epoch has ended or
+  // its deadline has passed; errors as ExpertGroup::RunStep.
+  virtual absl::StatusOr<GroupStepResult> Finish() = 0;
+};
+
 // One expert-parallel group as the control plane sees it: ep_size ranks that
-// run one step at a time.
+// run one step at a time, or as many as the group has lanes.
 class ExpertGroup {
  public:
   virtual ~ExpertGroup() = default;
@@ -51,6 +65,25 @@ class ExpertGroup {
   // replayed with a later epoch; anything else is a failure of the step itself.
   virtual absl::StatusOr<GroupStepResult> RunStep(GroupStep step, bool on_caller,
                                                   absl::Time step_deadline) = 0;
+
+  // How many steps may be in flight: with 1, RunStep is all there is.
+  virtual int32_t max_lanes() const { return 1; }
+  // Gives the step to its ranks and returns; by one thread at a time, as
+  // RunStep. Steps end in the order in which they were started. `has_follower`
+  // promises another StartStep, whatever becomes of this one: its rows are on
+  // their way while this step's experts compute, so this step ends only after
+  // that one has started, or SkipFollower was called. Only with two lanes or
+  // more, and with what will be started or skipped as soon as there is a free
+  // one, without waiting for anything else. `on_decided` is called once, from
+  // any thread and maybe before this returns, when is_decided() has become
+  // true; not after Finish has returned. It must not block or call back.
+  virtual absl::StatusOr<std::unique_ptr<StepInFlight>> StartStep(
+      GroupStep /*step*/, bool /*has_follower*/, absl::Time /*step_deadline*/,
+      absl::AnyInvocable<void()> /*on_decided*/) {
+    return absl::UnimplementedError("this group has one lane");
+  }
+  // The promised step does not come. Nothing when there was no promise.
+  virtual void SkipFollower() {}
 };
 
 }  // namespace expertmesh

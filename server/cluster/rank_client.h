@@ -25,7 +25,8 @@ class RankClient {
   // GPU).
   virtual Allocator* host_allocator() = 0;
 
-  // Starts the rank's part of a step and returns; one step at a time. Collective: every rank of the
+  // Starts the rank's part of a step and returns; one step at a time, or kMaxLanes where their
+  // headers give their collectives places. Collective: every rank of the
   // group must be given its slice of the same step. `done` is called once, from any thread, with
   // what RankEngine::RunStep returns, or UNAVAILABLE when the rank was lost. Until then the shard's
   // memory stays with the caller.

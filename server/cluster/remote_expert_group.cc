@@ -21,42 +21,36 @@ uint64_t NewIncarnation() {
   return incarnation;
 }
 
-// What a rank reports when a peer, not itself, is to blame.
-bool IsPeersFault(const absl::Status& status) {
-  return absl::IsAborted(status) || absl::IsUnavailable(status);
-}
-
 }  // namespace
 
-struct RemoteExpertGroup::RunningStep {
-  explicit RunningStep(int32_t ep_size)
-      : results(ep_size, absl::UnknownError("no answer yet")), num_missing(ep_size) {}
+class RemoteExpertGroup::Flight : public StepInFlight {
+ public:
+  Flight(RemoteExpertGroup* group, std::shared_ptr<RunningStep> run, const StepHeader& header,
+         absl::Time deadline)
+      : group_(group), run_(std::move(run)), header_(header), deadline_(deadline) {}
 
-  void OnDone(int32_t ep_rank, absl::StatusOr<RankStepResult> result) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (!result.ok()) {
-      absl::Status& error = IsPeersFault(result.status()) ? peers_error : own_error;
-      error.Update(absl::Status(result.status().code(),
-                                absl::StrCat("rank ", ep_rank, ": ", result.status().message())));
-    }
-    results[ep_rank] = std::move(result);
-    --num_missing;
-    changed.notify_all();
+  // The step is the control plane's own to sum.
+  void SetDirect(DirectSource source, int64_t hidden_size) {
+    source_ = std::move(source);
+    hidden_size_ = hidden_size;
   }
-  void OnLost(const absl::Status& reason) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    lost.Update(reason);
-    changed.notify_all();
-  }
-  bool IsDecided() const { return num_missing == 0 || !lost.ok() || !own_error.ok(); }
 
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::vector<absl::StatusOr<RankStepResult>> results;  // [ep_size]
-  int32_t num_missing;
-  absl::Status own_error;    // first one that is a rank's own
-  absl::Status peers_error;  // first one that another rank caused
-  absl::Status lost;         // the epoch ended
+  bool is_decided() const override { return run_->is_decided(); }
+
+  absl::StatusOr<GroupStepResult> Finish() override {
+    absl::StatusOr<GroupStepResult> result = group_->FinishOnRanks(run_, header_, deadline_);
+    if (!result.ok() || !source_.has_value()) return result;
+    return group_->direct_->Combine(*source_, header_.combine_dtype, hidden_size_,
+                                    *std::move(result));
+  }
+
+ private:
+  RemoteExpertGroup* const group_;
+  const std::shared_ptr<RunningStep> run_;
+  const StepHeader header_;
+  const absl::Time deadline_;
+  std::optional<DirectSource> source_;
+  int64_t hidden_size_ = 0;
 };
 
 absl::StatusOr<std::unique_ptr<RemoteExpertGroup>> RemoteExpertGroup::Create(
@@ -192,8 +186,10 @@ void RemoteExpertGroup::Act(std::unique_lock<std::mutex>& lock) {
   if (const uint64_t last = epoch_.exchange(epoch, std::memory_order_acq_rel); last != epoch) {
     if (last != 0) {
       LogWarning("an epoch ended", {{"epoch", last}, {"why", end_reason.message()}});
-      if (running_ != nullptr) {
-        running_->OnLost(CallError(ErrorReason::kStepLost, end_reason.message()));
+      for (const std::shared_ptr<RunningStep>& run : running_) {
+        orders_.push_back([run, lost = CallError(ErrorReason::kStepLost, end_reason.message())] {
+          run->OnLost(lost);
+        });
       }
     }
     if (epoch != 0) LogInfo("an epoch stands", {{"epoch", epoch}, {"ranks", options_.ep_size}});
@@ -313,32 +309,45 @@ void RemoteExpertGroup::Close() {
 
 absl::StatusOr<GroupStepResult> RemoteExpertGroup::RunStep(GroupStep step, bool /*on_caller*/,
                                                            absl::Time step_deadline) {
-  if (!step.plan.direct.has_value()) return RunOnRanks(std::move(step), step_deadline);
-  const StepHeader& header = step.plan.slices.front().header;
-  const auto hidden_size = hidden_sizes_.find(header.model);
-  if (hidden_size == hidden_sizes_.end()) {
-    return absl::NotFoundError(absl::StrCat("no rank holds model ", header.model));
-  }
-  const DType combine_dtype = header.combine_dtype;
-  if (absl::Status status = direct_->Scatter(hidden_size->second, step); !status.ok()) {
-    return status;
-  }
-  const DirectSource source = *std::move(step.plan.direct);
-  absl::StatusOr<GroupStepResult> partials = RunOnRanks(std::move(step), step_deadline);
-  if (!partials.ok()) return partials.status();
-  return direct_->Combine(source, combine_dtype, hidden_size->second, *std::move(partials));
+  absl::StatusOr<std::unique_ptr<StepInFlight>> flight =
+      StartStep(std::move(step), /*has_follower=*/false, step_deadline, nullptr);
+  if (!flight.ok()) return flight.status();
+  return (*flight)->Finish();
 }
 
-absl::StatusOr<GroupStepResult> RemoteExpertGroup::RunOnRanks(GroupStep step,
-                                                              absl::Time step_deadline) {
+absl::StatusOr<std::unique_ptr<StepInFlight>> RemoteExpertGroup::StartStep(
+    GroupStep step, bool has_follower, absl::Time step_deadline,
+    absl::AnyInvocable<void()> on_decided) {
   if (static_cast<int64_t>(step.plan.slices.size()) != ep_size() ||
       static_cast<int64_t>(step.shards.size()) != ep_size()) {
     return absl::InvalidArgumentError(absl::StrCat("step: ", step.plan.slices.size(),
                                                    " slices and ", step.shards.size(),
                                                    " shards for ", ep_size(), " ranks"));
   }
-  const uint64_t epoch = step.plan.slices.front().header.epoch;
-  const auto run = std::make_shared<RunningStep>(ep_size());
+  const StepHeader header = step.plan.slices.front().header;
+  int64_t hidden_size = 0;
+  std::optional<DirectSource> source;
+  if (step.plan.direct.has_value()) {
+    const auto found = hidden_sizes_.find(header.model);
+    if (found == hidden_sizes_.end()) {
+      return absl::NotFoundError(absl::StrCat("no rank holds model ", header.model));
+    }
+    hidden_size = found->second;
+    if (absl::Status status = direct_->Scatter(hidden_size, step); !status.ok()) return status;
+    source = *std::move(step.plan.direct);
+  }
+  absl::StatusOr<std::shared_ptr<RunningStep>> run =
+      StartOnRanks(std::move(step), has_follower, step_deadline, std::move(on_decided));
+  if (!run.ok()) return run.status();
+  auto flight = std::make_unique<Flight>(this, *std::move(run), header, step_deadline);
+  if (source.has_value()) flight->SetDirect(*std::move(source), hidden_size);
+  return flight;
+}
+
+absl::StatusOr<std::shared_ptr<RunningStep>> RemoteExpertGroup::StartOnRanks(
+    GroupStep step, bool has_follower, absl::Time step_deadline,
+    absl::AnyInvocable<void()> on_decided) {
+  auto run = std::make_shared<RunningStep>(ep_size(), std::move(on_decided));
   std::vector<std::shared_ptr<RemoteRank>> ranks;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -352,47 +361,56 @@ absl::StatusOr<GroupStepResult> RemoteExpertGroup::RunOnRanks(GroupStep step,
                          " epoch ", membership_.epoch()));
       }
     }
-    running_ = run;
+    running_.push_back(run);
     ranks = ranks_;
   }
+  const CollectiveOrder::Places places =
+      order_.StartStep(step.plan.slices.front().header.epoch, has_follower);
   for (int32_t rank = 0; rank < ep_size(); ++rank) {
-    ranks[rank]->RunStep(std::move(step.plan.slices[rank]), std::move(step.shards[rank]),
-                         step_deadline, [run, rank](absl::StatusOr<RankStepResult> result) {
+    StepSlice& slice = step.plan.slices[rank];
+    slice.header.dispatch_order = places.dispatch;
+    slice.header.combine_order = places.combine;
+    ranks[rank]->RunStep(std::move(slice), std::move(step.shards[rank]), step_deadline,
+                         [run, rank](absl::StatusOr<RankStepResult> result) {
                            run->OnDone(rank, std::move(result));
                          });
   }
+  return run;
+}
 
-  absl::Status error;
-  GroupStepResult result;
-  {
-    std::unique_lock<std::mutex> lock(run->mutex);
-    while (!run->IsDecided() && clock_->Now() < step_deadline) {
-      clock_->WaitUntil(run->changed, lock, step_deadline);
-    }
-    if (!run->own_error.ok()) {
-      error = run->own_error;
-    } else if (!run->lost.ok()) {
-      error = run->lost;
-    } else if (run->num_missing > 0) {
-      error = absl::DeadlineExceededError(
-          absl::StrCat(run->num_missing, " ranks did not end their part of the step in time"));
-    } else if (!run->peers_error.ok()) {
-      error = CallError(ErrorReason::kStepLost, run->peers_error.message());
-    } else {
-      for (absl::StatusOr<RankStepResult>& part : run->results) {
-        const StepTimings& timings = part->timings;
-        if (timings.compute_micros >= result.timings.compute_micros) result.timings = timings;
-        result.shards.push_back(std::move(part->output));
-      }
-    }
-  }
+absl::StatusOr<GroupStepResult> RemoteExpertGroup::FinishOnRanks(
+    const std::shared_ptr<RunningStep>& run, const StepHeader& header, absl::Time step_deadline) {
+  absl::StatusOr<std::vector<RankStepResult>> parts = run->Wait(*clock_, step_deadline);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    running_.reset();
+    std::erase(running_, run);
   }
-  if (error.ok()) return result;
-  EndEpoch(epoch, error);
-  return error;
+  if (!parts.ok()) {
+    EndEpoch(header.epoch, parts.status());
+    return parts.status();
+  }
+  GroupStepResult result;
+  for (int32_t rank = 0; rank < ep_size(); ++rank) {
+    RankStepResult& part = (*parts)[rank];
+    const StepTimings& timings = part.timings;
+    if (timings.compute_micros >= result.timings.compute_micros) result.timings = timings;
+    result.shards.push_back(std::move(part.output));
+  }
+  return result;
+}
+
+void RemoteExpertGroup::SkipFollower() {
+  const std::optional<int64_t> place = order_.SkipFollower();
+  if (!place.has_value()) return;
+  std::vector<std::shared_ptr<RemoteRank>> ranks;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (order_.epoch() != membership_.epoch()) return;
+    ranks = ranks_;
+  }
+  for (const std::shared_ptr<RemoteRank>& rank : ranks) {
+    rank->SkipOrder(incarnation_, order_.epoch(), *place);
+  }
 }
 
 }  // namespace expertmesh

@@ -20,10 +20,12 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/base/buffer.h"
+#include "server/cluster/collective_order.h"
 #include "server/cluster/direct_step.h"
 #include "server/cluster/expert_group.h"
 #include "server/cluster/membership.h"
 #include "server/cluster/remote_rank.h"
+#include "server/cluster/running_step.h"
 #include "server/comm/in_memory_rendezvous_store.h"
 #include "server/model/model_spec.h"
 #include "server/model/placement.h"
@@ -67,6 +69,11 @@ class RemoteExpertGroup : public ExpertGroup {
   // As ExpertGroup; `on_caller` means nothing here. A step that fails ends its epoch.
   absl::StatusOr<GroupStepResult> RunStep(GroupStep step, bool on_caller,
                                           absl::Time step_deadline) override;
+  int32_t max_lanes() const override { return kMaxLanes; }
+  absl::StatusOr<std::unique_ptr<StepInFlight>> StartStep(
+      GroupStep step, bool has_follower, absl::Time step_deadline,
+      absl::AnyInvocable<void()> on_decided) override;
+  void SkipFollower() override;
 
   // What comes from ranks; errors as Membership.
   absl::StatusOr<uint64_t> Join(const RankOffer& offer);
@@ -88,14 +95,17 @@ class RemoteExpertGroup : public ExpertGroup {
   void Close();
 
  private:
-  // A step that waits for its ranks' results.
-  struct RunningStep;
+  class Flight;
 
   RemoteExpertGroup(RemoteExpertGroupOptions options,
                     std::map<std::string, std::map<int32_t, Placement>, std::less<>> placements,
                     MembershipOptions membership_options, Clock* clock);
 
-  absl::StatusOr<GroupStepResult> RunOnRanks(GroupStep step, absl::Time step_deadline);
+  absl::StatusOr<std::shared_ptr<RunningStep>> StartOnRanks(GroupStep step, bool has_follower,
+                                                            absl::Time step_deadline,
+                                                            absl::AnyInvocable<void()> on_decided);
+  absl::StatusOr<GroupStepResult> FinishOnRanks(const std::shared_ptr<RunningStep>& run,
+                                                const StepHeader& header, absl::Time step_deadline);
   void WatchClock();
   // With `lock` held after a change of membership_: does what follows from it. What it has to tell
   // ranks, waiting store users and the listener is told in order, with the lock released.
@@ -112,13 +122,14 @@ class RemoteExpertGroup : public ExpertGroup {
   std::function<void(uint64_t)> listener_;
   InMemoryRendezvousStore rendezvous_;
   std::atomic<uint64_t> epoch_{0};
+  CollectiveOrder order_;  // of whoever starts steps
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable clock_cv_;
   Membership membership_;
   std::vector<std::shared_ptr<RemoteRank>> ranks_;  // [ep_size], null: no stream
   std::vector<uint64_t> stream_members_;            // [ep_size] whose stream that is
-  std::shared_ptr<RunningStep> running_;
+  std::vector<std::shared_ptr<RunningStep>> running_;
   uint64_t forming_epoch_ = 0;
   std::deque<absl::AnyInvocable<void()>> orders_;
   bool acting_ = false;

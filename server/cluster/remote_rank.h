@@ -10,9 +10,9 @@
 namespace expertmesh {
 
 // A rank in another process, which forms its communicators itself. Nothing here blocks or calls
-// back into the caller before it returns; what the rank answers comes to RemoteExpertGroup. Thread
-// safe, but commands go out in the order of the calls. Abort ends the rank's part of the epoch's
-// running step with the step's `done`, not the epoch.
+// back into the caller before it returns (RunStep may: an error is known at once); what the rank
+// answers comes to RemoteExpertGroup. Thread safe, but commands go out in the order of the calls.
+// Abort ends the rank's part of the epoch's running step with the step's `done`, not the epoch.
 class RemoteRank : public RankClient {
  public:
   // Answered by RemoteExpertGroup::OnEpochReady.
@@ -20,6 +20,8 @@ class RemoteRank : public RankClient {
                           absl::Duration operation_timeout) = 0;
   // Answered by RemoteExpertGroup::OnEpochDown.
   virtual void EndEpoch(uint64_t epoch, const absl::Status& reason) = 0;
+  // No step has this place in the epoch's order of collectives.
+  virtual void SkipOrder(uint64_t incarnation, uint64_t epoch, int64_t order) = 0;
   // Ends the stream; running steps are done with UNAVAILABLE.
   virtual void Close(const absl::Status& reason) = 0;
 };

@@ -21,7 +21,12 @@ struct CollectiveTag {
   // in which one thread calls them. kAsCalled: the order of the calls is the total order.
   int64_t order = kAsCalled;
   static constexpr int64_t kAsCalled = -1;
-  friend bool operator==(const CollectiveTag &, const CollectiveTag &) = default;
+  // The order aside: ranks that disagree on it meet at different operations, which differ in the
+  // rest.
+  friend bool operator==(const CollectiveTag &a, const CollectiveTag &b) {
+    return a.incarnation == b.incarnation && a.epoch == b.epoch && a.step == b.step &&
+           a.operation == b.operation;
+  }
 };
 
 struct AllToAllVParams {

@@ -76,10 +76,14 @@ struct ExpertRank::Impl {
   absl::StatusOr<v1::JoinResponse> Join();
   void RunSession(const v1::JoinResponse& membership);
   void SendHeartbeats(const v1::JoinResponse& membership);
-  void Obey(ReceivedCommand command, const v1::JoinResponse& membership);
+  // One of several threads that take the session's commands in turns: who takes a slice lets
+  // another one lead while it runs the step, so that steps overlap and none is handed over. Returns
+  // when the session has ended.
+  void RunLane(RankSession& own, const v1::JoinResponse& membership);
+  void Obey(const v1::RunStepsResponse& command, const v1::JoinResponse& membership);
   absl::Status FormEpoch(const v1::EpochBegin& begin, const v1::JoinResponse& membership);
   void DropEpoch(const absl::Status& reason);
-  grpc::ByteBuffer RunStep(ReceivedSlice slice);
+  grpc::ByteBuffer RunStep(ReceivedSlice slice, ComputeTurns::Turn turn);
   // As soon as the epoch's end is known, on whatever thread.
   void AbortEpoch(const absl::Status& reason);
   // False when the rank was stopped.
@@ -90,7 +94,12 @@ struct ExpertRank::Impl {
   std::shared_ptr<grpc::Channel> channel;
   std::unique_ptr<v1::RankService::Stub> stub;
 
-  // What ends an epoch from outside of the thread that runs it.
+  std::mutex lead;  // whose holder takes commands
+  std::mutex steps_mutex;
+  std::condition_variable steps_changed;
+  int num_running_steps = 0;
+
+  // What ends an epoch from outside of the threads that run it.
   std::mutex epoch_mutex;
   std::shared_ptr<GrpcRendezvousStore> store;  // while forming
   std::atomic<bool> give_up{false};            // forming
@@ -222,10 +231,15 @@ void ExpertRank::Impl::RunSession(const v1::JoinResponse& membership) {
   }
   if (was_stopped) own->Cancel();
   std::thread heartbeats([this, &membership] { SendHeartbeats(membership); });
-  absl::StatusOr<ReceivedCommand> command = own->Next();
-  for (; command.ok(); command = own->Next()) Obey(*std::move(command), membership);
-  LogWarning("left the group", {{"why", command.status().message()}});
-  DropEpoch(command.status());
+  std::vector<std::thread> lanes;
+  for (int32_t lane = 1; lane < kMaxLanes; ++lane) {
+    lanes.emplace_back([this, &own, &membership] { RunLane(*own, membership); });
+  }
+  RunLane(*own, membership);
+  for (std::thread& lane : lanes) lane.join();
+  const absl::Status why = own->Next().status();
+  LogWarning("left the group", {{"why", why.message()}});
+  DropEpoch(why);
   {
     const std::lock_guard<std::mutex> lock(mutex);
     session = nullptr;
@@ -274,24 +288,50 @@ void ExpertRank::Impl::SendHeartbeats(const v1::JoinResponse& membership) {
   }
 }
 
-void ExpertRank::Impl::Obey(ReceivedCommand command, const v1::JoinResponse& membership) {
-  if (command.slice.has_value()) {
-    session->Write(RunStep(*std::move(command.slice)));
-    return;
+void ExpertRank::Impl::RunLane(RankSession& own, const v1::JoinResponse& membership) {
+  std::unique_lock<std::mutex> leading(lead);
+  while (true) {
+    absl::StatusOr<ReceivedCommand> command = own.Next();
+    if (!command.ok()) return;
+    if (!command->slice.has_value()) {
+      Obey(command->other, membership);
+      continue;
+    }
+    ComputeTurns::Turn turn = options.engine->TakeTurn();
+    {
+      const std::lock_guard<std::mutex> lock(steps_mutex);
+      ++num_running_steps;
+    }
+    leading.unlock();
+    own.Write(RunStep(*std::move(command->slice), std::move(turn)));
+    {
+      const std::lock_guard<std::mutex> lock(steps_mutex);
+      --num_running_steps;
+      steps_changed.notify_all();
+    }
+    leading.lock();
   }
+}
+
+void ExpertRank::Impl::Obey(const v1::RunStepsResponse& command,
+                            const v1::JoinResponse& membership) {
   v1::RunStepsRequest answer;
-  if (command.other.has_epoch_begin()) {
-    const v1::EpochBegin& begin = command.other.epoch_begin();
+  if (command.has_epoch_begin()) {
+    const v1::EpochBegin& begin = command.epoch_begin();
     const absl::Status status = FormEpoch(begin, membership);
     if (!status.ok()) {
       LogWarning("cannot form an epoch", {{"epoch", begin.epoch()}, {"why", status.message()}});
     }
     answer.mutable_epoch_ready()->set_epoch(begin.epoch());
     if (!status.ok()) *answer.mutable_epoch_ready()->mutable_status() = ToRpcStatus(status);
-  } else if (command.other.has_epoch_end()) {
-    const v1::EpochEnd& end = command.other.epoch_end();
+  } else if (command.has_epoch_end()) {
+    const v1::EpochEnd& end = command.epoch_end();
     DropEpoch(absl::UnavailableError(end.reason()));
     answer.mutable_epoch_down()->set_epoch(end.epoch());
+  } else if (command.has_order_skip()) {
+    const v1::OrderSkip& skip = command.order_skip();
+    options.engine->SkipOrder(skip.incarnation(), skip.epoch(), skip.order());
+    return;
   } else {
     return;
   }
@@ -303,6 +343,7 @@ absl::Status ExpertRank::Impl::FormEpoch(const v1::EpochBegin& begin,
   if (begin.incarnation() != membership.incarnation()) {
     return CallError(ErrorReason::kStaleIncarnation, "the epoch is of another incarnation");
   }
+  DropEpoch(absl::UnavailableError("another epoch forms"));
   RankEngine& engine = *options.engine;
   std::unique_ptr<Communicator> communicator;
   if (engine.ep_size() == 1) {
@@ -343,13 +384,21 @@ void ExpertRank::Impl::AbortEpoch(const absl::Status& reason) {
 }
 
 void ExpertRank::Impl::DropEpoch(const absl::Status& reason) {
+  {
+    const std::lock_guard<std::mutex> lock(epoch_mutex);
+    store = nullptr;
+    options.engine->Abort(reason);
+  }
+  {
+    // The communicator is broken, so they all end; nobody starts another one meanwhile.
+    std::unique_lock<std::mutex> lock(steps_mutex);
+    steps_changed.wait(lock, [this] { return num_running_steps == 0; });
+  }
   const std::lock_guard<std::mutex> lock(epoch_mutex);
-  store = nullptr;
-  options.engine->Abort(reason);
   options.engine->EnterEpoch(0, 0, nullptr);
 }
 
-grpc::ByteBuffer ExpertRank::Impl::RunStep(ReceivedSlice received) {
+grpc::ByteBuffer ExpertRank::Impl::RunStep(ReceivedSlice received, ComputeTurns::Turn turn) {
   const StepHeader header = received.slice.header;
   const int64_t hidden_size = received.hidden_size;
   RankEngine& engine = *options.engine;
@@ -366,8 +415,8 @@ grpc::ByteBuffer ExpertRank::Impl::RunStep(ReceivedSlice received) {
     if (received.slice.num_source_tokens > 0) {
       shard.rows.push_back({received.shard.data(), received.slice.num_source_tokens});
     }
-    result =
-        engine.RunStep(std::move(received.slice), std::move(shard), absl::Now() + received.timeout);
+    result = engine.RunStep(std::move(received.slice), std::move(shard),
+                            absl::Now() + received.timeout, std::move(turn));
   }
   if (!result.ok()) result = StatusForLink(result.status());
   absl::StatusOr<grpc::ByteBuffer> message = EncodeStepResult(header, hidden_size, result);

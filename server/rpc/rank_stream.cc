@@ -106,6 +106,15 @@ void RankStream::EndEpoch(uint64_t epoch, const absl::Status& reason) {
   Write(EncodeSmallMessage(command));
 }
 
+void RankStream::SkipOrder(uint64_t incarnation, uint64_t epoch, int64_t order) {
+  v1::RunStepsResponse command;
+  v1::OrderSkip& skip = *command.mutable_order_skip();
+  skip.set_incarnation(incarnation);
+  skip.set_epoch(epoch);
+  skip.set_order(order);
+  Write(EncodeSmallMessage(command));
+}
+
 void RankStream::Close(const absl::Status& reason) { End(reason); }
 
 void RankStream::Write(grpc::ByteBuffer message) {

@@ -50,6 +50,8 @@ absl::StatusOr<v1::StepSlice> ToWire(const StepSlice& slice, absl::Duration time
   wire.set_incarnation(header.incarnation);
   wire.set_epoch(header.epoch);
   wire.set_step(header.step);
+  wire.set_dispatch_order(header.dispatch_order);
+  wire.set_combine_order(header.combine_order);
   wire.set_model(header.model);
   wire.set_layer(header.layer);
   wire.set_strategy(DispatchModeToWire(header.strategy));
@@ -97,6 +99,8 @@ absl::StatusOr<StepSlice> FromWire(const v1::StepSlice& wire) {
   header.incarnation = wire.incarnation();
   header.epoch = wire.epoch();
   header.step = wire.step();
+  header.dispatch_order = wire.dispatch_order();
+  header.combine_order = wire.combine_order();
   header.model = wire.model();
   header.layer = wire.layer();
   const absl::StatusOr<DispatchMode> strategy = StrategyFromWire(wire.strategy());

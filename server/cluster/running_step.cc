@@ -1,0 +1,60 @@
+#include "server/cluster/running_step.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/ops/call_error.h"
+
+namespace expertmesh {
+namespace {
+
+// What a rank reports when a peer, not itself, is to blame.
+bool IsPeersFault(const absl::Status& status) {
+  return absl::IsAborted(status) || absl::IsUnavailable(status);
+}
+
+}  // namespace
+
+void RunningStep::OnDone(int32_t ep_rank, absl::StatusOr<RankStepResult> result) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!result.ok()) {
+    absl::Status& error = IsPeersFault(result.status()) ? peers_error_ : own_error_;
+    error.Update(absl::Status(result.status().code(),
+                              absl::StrCat("rank ", ep_rank, ": ", result.status().message())));
+  }
+  results_[ep_rank] = std::move(result);
+  --num_missing_;
+  Decide();
+}
+
+void RunningStep::OnLost(const absl::Status& reason) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  lost_.Update(reason);
+  Decide();
+}
+
+void RunningStep::Decide() {
+  if (num_missing_ > 0 && lost_.ok() && own_error_.ok()) return;
+  if (is_decided_.exchange(true, std::memory_order_acq_rel)) return;
+  changed_.notify_all();
+  if (on_decided_ != nullptr) on_decided_();
+}
+
+absl::StatusOr<std::vector<RankStepResult>> RunningStep::Wait(Clock& clock, absl::Time deadline) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!is_decided() && clock.Now() < deadline) clock.WaitUntil(changed_, lock, deadline);
+  on_decided_ = nullptr;
+  if (!own_error_.ok()) return own_error_;
+  if (!lost_.ok()) return lost_;
+  if (num_missing_ > 0) {
+    return absl::DeadlineExceededError(
+        absl::StrCat(num_missing_, " ranks did not end their part of the step in time"));
+  }
+  if (!peers_error_.ok()) return CallError(ErrorReason::kStepLost, peers_error_.message());
+  std::vector<RankStepResult> results;
+  results.reserve(results_.size());
+  for (absl::StatusOr<RankStepResult>& result : results_) results.push_back(*std::move(result));
+  return results;
+}
+
+}  // namespace expertmesh
