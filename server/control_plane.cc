@@ -31,6 +31,7 @@
 #include "server/rpc/forward_validation.h"
 #include "server/rpc/model_info.h"
 #include "server/rpc/placement_fingerprint.h"
+#include "server/rpc/rank_metrics.h"
 #include "server/rpc/rank_service.h"
 #include "server/rpc/serving_state.h"
 
@@ -116,6 +117,7 @@ struct ControlPlane::Impl {
         streams(options.streams) {}
   ~Impl() {
     registry.SetRefresh(nullptr);
+    registry.SetCollector(nullptr);
     state.StartDraining();
     CloseRanks(absl::Now());
   }
@@ -125,12 +127,12 @@ struct ControlPlane::Impl {
   // Streams end, and with them steps in progress.
   void CloseRanks(absl::Time deadline);
   void OnEpoch(uint64_t epoch);
-  // "" where ranks have not said, and may differ.
-  const char* instruction_set() const {
-    return local_group == nullptr ? "" : local_group->instruction_set();
-  }
   void MakeValidator();
   absl::Status StartMetrics();
+  const GroupUsage& usage() const {
+    return local_group != nullptr ? local_group->usage() : remote_group->usage();
+  }
+  std::vector<MetricFamily> GroupMetrics() const;
   absl::Status Listen();
   void Serve();
   void WarnOfEmptyRanks() const;
@@ -260,6 +262,14 @@ absl::Status ControlPlane::Impl::StartMetrics() {
   return absl::OkStatus();
 }
 
+std::vector<MetricFamily> ControlPlane::Impl::GroupMetrics() const {
+  std::vector<MetricFamily> families =
+      RankMetrics(group->epoch(), usage().Snapshot(),
+                  remote_group == nullptr ? std::vector<MemberView>() : remote_group->Members());
+  families.push_back(control_metrics.expert_load().Top(options.metrics_top_experts));
+  return families;
+}
+
 absl::Status ControlPlane::Impl::Listen() {
   ExpertServiceOptions service_options;
   service_options.state = &state;
@@ -272,7 +282,6 @@ absl::Status ControlPlane::Impl::Listen() {
   for (const ServedModel& model : models) {
     v1::GetModelResponse description = DescribeModel(model.spec, validator->limits());
     description.set_ep_size(group->ep_size());
-    description.set_instruction_set(instruction_set());
     service_options.models.push_back(std::move(description));
   }
   service = NewExpertService(std::move(service_options));
@@ -317,6 +326,7 @@ void ControlPlane::Impl::Serve() {
   controller = std::make_unique<StepController>(controller_options, group, &routers, SystemClock(),
                                                 &control_metrics);
   registry.SetRefresh([this] { SetControlGauges(controller->Snapshot(), metrics); });
+  registry.SetCollector([this] { return GroupMetrics(); });
   ServingBackend backend;
   backend.controller = controller.get();
   backend.group = group;
@@ -325,12 +335,11 @@ void ControlPlane::Impl::Serve() {
   backend.max_step_tokens = options.controller.max_step_tokens;
   backend.max_rank_pairs = options.controller.max_rank_pairs;
   backend.max_num_tokens = options.controller.max_num_tokens;
-  backend.instruction_set = instruction_set();
   for (const ServedModel& model : models) {
     backend.placement_fingerprints[&model.spec] = PlacementFingerprint(model.spec, *group);
   }
   WarnOfEmptyRanks();
-  metrics.SetBuildInfo(EXPERTMESH_VERSION, instruction_set(), group->ep_size());
+  metrics.SetBuildInfo(EXPERTMESH_VERSION, group->instruction_set(), group->ep_size());
   const std::lock_guard<std::mutex> lock(start_mutex);
   is_serving = true;
   state.StartServing(backend);
@@ -345,7 +354,7 @@ void ControlPlane::Impl::Serve() {
   LogInfo(absl::StrCat("serving ", NamesOf(models), " on ", address),
           {{"ranks", group->ep_size()},
            {"threads_per_rank", local_group->threads_per_rank()},
-           {"isa", instruction_set()},
+           {"isa", group->instruction_set()},
            {"tls", !options.server.tls_certificate.empty()}});
 }
 
@@ -404,34 +413,19 @@ v1::GetStatusResponse ControlPlane::Impl::Status() const {
 }
 
 void ControlPlane::Impl::FillRankStatus(bool loaded, v1::GetStatusResponse* response) const {
-  if (remote_group != nullptr) return FillMemberStatus(remote_group->Members(), response);
-  const std::vector<LocalRankUsage> usage = local_group->Usage();
-  uint64_t most_rows = 0;
-  uint64_t all_rows = 0;
-  for (const LocalRankUsage& rank : usage) {
-    most_rows = std::max(most_rows, rank.num_expert_rows);
-    all_rows += rank.num_expert_rows;
-  }
-  if (all_rows > 0) {
-    response->set_load_imbalance(static_cast<double>(most_rows) *
-                                 static_cast<double>(usage.size()) / static_cast<double>(all_rows));
-  }
-  if (group->epoch() != 0) {
-    response->set_epoch_age_micros(
-        absl::ToInt64Microseconds(absl::Now() - local_group->epoch_formed()));
+  if (remote_group != nullptr) {
+    FillMemberStatus(remote_group->Members(), response);
+    return FillUsage(remote_group->usage(), response);
   }
   for (int32_t rank = 0; rank < group->ep_size(); ++rank) {
     v1::RankStatus* out = response->add_ranks();
     out->set_ep_rank(rank);
     out->set_address("in-process");
     out->set_state(loaded ? v1::RANK_STATE_ACTIVE : v1::RANK_STATE_LOADING);
-    out->set_instruction_set(instruction_set());
+    out->set_instruction_set(group->instruction_set());
     if (!loaded) continue;
     out->set_load_progress(1);
-    out->set_weight_bytes(usage[rank].weight_bytes);
-    out->set_num_steps(usage[rank].num_steps);
-    out->set_num_expert_rows(usage[rank].num_expert_rows);
-    out->set_compute_micros(usage[rank].compute_micros);
+    out->set_weight_bytes(local_group->weight_bytes()[rank]);
     for (const ServedModel& model : models) {
       for (const LayerSpec& layer : model.spec.layers) {
         const Placement* placement = group->placement(model.spec.name, layer.index);
@@ -440,6 +434,7 @@ void ControlPlane::Impl::FillRankStatus(bool loaded, v1::GetStatusResponse* resp
       }
     }
   }
+  FillUsage(local_group->usage(), response);
 }
 
 ControlPlane::ControlPlane(ControlPlaneOptions options)

@@ -19,9 +19,10 @@ namespace expertmesh {
 
 struct ControlPlaneOptions {
   std::vector<std::pair<std::string, std::string>> models;  // name (empty: the folder's), folder
-  std::string architecture;    // reads them as this one; empty: as config.json says
-  std::string metrics_listen;  // empty: none
-  std::string port_file;       // gets the gRPC port's number; empty: none
+  std::string architecture;         // reads them as this one; empty: as config.json says
+  std::string metrics_listen;       // empty: none
+  size_t metrics_top_experts = 32;  // of each model; the others share a series
+  std::string port_file;            // gets the gRPC port's number; empty: none
   absl::Duration drain_timeout = absl::Seconds(30);
   absl::Duration drain_delay = absl::ZeroDuration();
   bool allow_dispatch_option = false;

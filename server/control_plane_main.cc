@@ -47,6 +47,9 @@ ABSL_FLAG(std::string, listen, "127.0.0.1:50051",
           "host:port of the public gRPC service. Port 0: the system chooses.");
 ABSL_FLAG(std::string, metrics_listen, "127.0.0.1:9464",
           "host:port of Prometheus' GET /metrics. Port 0: the system chooses. Empty: none.");
+ABSL_FLAG(int32_t, metrics_top_experts, 32,
+          "Experts of each model, the busiest, with a series of their own in /metrics; all others "
+          "share one.");
 ABSL_FLAG(std::string, port_file, "",
           "File to write the gRPC port's number to, once it is bound; for port 0.");
 ABSL_FLAG(std::string, tls_cert, "", "PEM file: this server's certificate chain. With --tls_key.");
@@ -112,6 +115,7 @@ constexpr int kExitFailure = 1;
 constexpr int kExitUsage = 2;
 constexpr int kMaxThreads = 4096;
 constexpr int64_t kMostSlots = int64_t{1} << 16;
+constexpr int kMaxTopExperts = 4096;
 constexpr char kUsage[] =
     "usage: expertmesh-control-plane --checkpoint=DIR [--local_ranks=N | --ep_size=N "
     "--rank_listen=HOST:PORT] [flags]\n"
@@ -160,6 +164,9 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
         CheckNotNegative("drain_timeout", absl::GetFlag(FLAGS_drain_timeout)),
         CheckNotNegative("drain_delay", absl::GetFlag(FLAGS_drain_delay)),
         CheckAtMost("local_ranks", absl::GetFlag(FLAGS_local_ranks), kMaxLocalRanks),
+        CheckPositive("metrics_top_experts", absl::GetFlag(FLAGS_metrics_top_experts)),
+        CheckAtMost("metrics_top_experts", absl::GetFlag(FLAGS_metrics_top_experts),
+                    kMaxTopExperts),
         CheckAtMost("threads", absl::GetFlag(FLAGS_threads), kMaxThreads),
         CheckGrpcListenFlag("listen", absl::GetFlag(FLAGS_listen)),
         absl::GetFlag(FLAGS_rank_listen).empty()
@@ -214,6 +221,7 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
   options.streams.max_all_bytes = absl::GetFlag(FLAGS_max_all_streams_inflight_bytes).bytes;
   options.architecture = absl::GetFlag(FLAGS_architecture);
   options.metrics_listen = absl::GetFlag(FLAGS_metrics_listen);
+  options.metrics_top_experts = static_cast<size_t>(absl::GetFlag(FLAGS_metrics_top_experts));
   options.port_file = absl::GetFlag(FLAGS_port_file);
   options.drain_timeout = absl::GetFlag(FLAGS_drain_timeout);
   options.drain_delay = absl::GetFlag(FLAGS_drain_delay);

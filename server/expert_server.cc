@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -17,6 +18,7 @@
 #include "server/rank/rank_backend.h"
 #include "server/rank/rank_engine.h"
 #include "server/rpc/expert_rank.h"
+#include "server/rpc/rank_announcer.h"
 
 namespace expertmesh {
 namespace {
@@ -32,6 +34,7 @@ struct ExpertServer::Impl {
 
   absl::Status MakeEngine();
   absl::Status LoadExperts(const std::vector<ServedModel>& models);
+  RankLink Link() const;
   // Places the layers and says what the rank will hold.
   absl::StatusOr<int64_t> Plan(const std::vector<ServedModel>& models);
 
@@ -94,6 +97,10 @@ absl::StatusOr<int64_t> ExpertServer::Impl::Plan(const std::vector<ServedModel>&
   return need;
 }
 
+RankLink ExpertServer::Impl::Link() const {
+  return {options.control_plane, options.tls_certificate, options.tls_key, options.tls_ca};
+}
+
 absl::Status ExpertServer::Impl::LoadExperts(const std::vector<ServedModel>& models) {
   const absl::StatusOr<int64_t> need = Plan(models);
   if (!need.ok()) return need.status();
@@ -105,7 +112,17 @@ absl::Status ExpertServer::Impl::LoadExperts(const std::vector<ServedModel>& mod
       absl::StrCat(NamesOf(models), " (rank ", options.ep_rank, " of ", options.ep_size, ")"));
   reporter.Start(*need, *available);
   std::mutex progress_mutex;
-  int64_t loaded = 0;
+  std::atomic<int64_t> loaded{0};
+  RankAnnouncerOptions announcer_options;
+  announcer_options.link = Link();
+  announcer_options.ep_rank = options.ep_rank;
+  announcer_options.ep_size = options.ep_size;
+  announcer_options.comm_address = options.comm_address;
+  announcer_options.instruction_set = engine->backend().instruction_set();
+  announcer_options.load_progress = [&loaded, need = static_cast<double>(*need)] {
+    return need > 0 ? static_cast<double>(loaded) / need : 0;
+  };
+  const RankAnnouncer announcer(std::move(announcer_options));
   absl::Status status;
   for (const ServedModel& model : models) {
     for (const LayerSpec& layer : model.spec.layers) {
@@ -132,10 +149,7 @@ absl::Status ExpertServer::Load() {
   if (status.ok()) status = impl_->LoadExperts(*models);
   if (!status.ok()) return status;
   ExpertRankOptions rank_options = std::move(impl_->rank_options);
-  rank_options.control_plane = options.control_plane;
-  rank_options.tls_certificate = options.tls_certificate;
-  rank_options.tls_key = options.tls_key;
-  rank_options.tls_ca = options.tls_ca;
+  rank_options.link = impl_->Link();
   rank_options.engine = impl_->engine.get();
   rank_options.allocator = impl_->allocator;
   rank_options.comm_address = options.comm_address;

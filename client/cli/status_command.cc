@@ -32,6 +32,12 @@ std::string Age(int64_t micros) {
   return absl::FormatDuration(absl::Trunc(absl::Microseconds(micros), absl::Milliseconds(1)));
 }
 
+std::string Memory(const v1::RankStatus& rank) {
+  if (rank.memory_used_bytes() == 0) return "-";
+  if (rank.memory_limit_bytes() == 0) return Bytes(rank.memory_used_bytes());
+  return absl::StrCat(Bytes(rank.memory_used_bytes()), " / ", Bytes(rank.memory_limit_bytes()));
+}
+
 std::string State(const v1::RankStatus& rank) {
   std::string state =
       absl::AsciiStrToLower(absl::StripPrefix(v1::RankState_Name(rank.state()), "RANK_STATE_"));
@@ -42,16 +48,17 @@ std::string State(const v1::RankStatus& rank) {
 }
 
 void PrintRanks(const v1::GetStatusResponse& status) {
-  printf("\n  %-5s %-15s %-22s %8s %10s %10s %10s %12s  %s\n", "rank", "state", "address",
-         "experts", "weights", "heartbeat", "steps", "expert rows", "kernels");
+  printf("\n  %-5s %-15s %-22s %8s %10s %21s %10s %10s %12s  %s\n", "rank", "state", "address",
+         "experts", "weights", "memory", "heartbeat", "steps", "expert rows", "kernels");
   for (const v1::RankStatus& rank : status.ranks()) {
-    printf("  %-5d %-15s %-22s %8lld %10s %10s %10llu %12llu  %s%s%s\n", rank.ep_rank(),
+    printf("  %-5d %-15s %-22s %8lld %10s %21s %10s %10llu %12llu  %s%s%s\n", rank.ep_rank(),
            State(rank).c_str(), rank.address().c_str(), static_cast<long long>(rank.num_experts()),
-           Bytes(rank.weight_bytes()).c_str(),
+           Bytes(rank.weight_bytes()).c_str(), Memory(rank).c_str(),
            rank.heartbeat_age_micros() == 0 ? "-" : Age(rank.heartbeat_age_micros()).c_str(),
            static_cast<unsigned long long>(rank.num_steps()),
            static_cast<unsigned long long>(rank.num_expert_rows()), rank.instruction_set().c_str(),
-           rank.detail().empty() ? "" : ": ", rank.detail().c_str());
+           rank.detail().empty() || rank.instruction_set().empty() ? "" : ": ",
+           rank.detail().c_str());
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -50,6 +51,8 @@ class ExpertGroup {
   // Random per control-plane process; epoch 0: there is none yet.
   virtual uint64_t incarnation() const = 0;
   virtual uint64_t epoch() const = 0;
+  // Of all its ranks' kernels; empty where no rank has said yet. Thread safe.
+  virtual std::string instruction_set() const { return ""; }
   // Placement of one layer's experts; null for a model or layer that it does
   // not hold. Valid as long as the group.
   virtual const Placement *placement(std::string_view model, int32_t layer) const = 0;

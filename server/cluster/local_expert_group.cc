@@ -55,7 +55,7 @@ absl::Status FirstCause(absl::Span<const absl::Status> errors) {
 }  // namespace
 
 LocalExpertGroup::LocalExpertGroup(LocalExpertGroupOptions options)
-    : options_(std::move(options)), incarnation_(NewIncarnation()) {}
+    : options_(std::move(options)), incarnation_(NewIncarnation()), usage_(options_.num_ranks) {}
 
 LocalExpertGroup::~LocalExpertGroup() = default;
 
@@ -90,7 +90,6 @@ absl::Status LocalExpertGroup::CreateRanks() {
   absl::StatusOr<std::unique_ptr<DirectStep>> direct = DirectStep::Create(isa_, options_.allocator);
   if (!direct.ok()) return direct.status();
   direct_ = *std::move(direct);
-  usage_.resize(options_.num_ranks);
 
   CpuRankBackendOptions backend_options;
   backend_options.isa = isa_;
@@ -112,7 +111,7 @@ absl::Status LocalExpertGroup::CreateRanks() {
   return absl::OkStatus();
 }
 
-const char* LocalExpertGroup::instruction_set() const { return CpuIsaName(isa_); }
+std::string LocalExpertGroup::instruction_set() const { return CpuIsaName(isa_); }
 
 absl::Status LocalExpertGroup::PlaceLayers(absl::Span<const WeightSource* const> sources) {
   for (const WeightSource* source : sources) {
@@ -198,11 +197,8 @@ absl::Status LocalExpertGroup::Load(absl::Span<const WeightSource* const> source
   for (const absl::Status& error : errors) {
     if (!error.ok()) return error;
   }
-  {
-    const std::lock_guard<std::mutex> lock(usage_mutex_);
-    for (size_t rank = 0; rank < engines_.size(); ++rank) {
-      usage_[rank].weight_bytes = engines_[rank]->weight_bytes();
-    }
+  for (const std::unique_ptr<RankEngine>& engine : engines_) {
+    weight_bytes_.push_back(engine->weight_bytes());
   }
   FormEpoch();
   return absl::OkStatus();
@@ -214,30 +210,8 @@ void LocalExpertGroup::FormEpoch() {
   for (size_t rank = 0; rank < engines_.size(); ++rank) {
     engines_[rank]->EnterEpoch(incarnation_, epoch, std::move(communicators[rank]));
   }
-  {
-    const std::lock_guard<std::mutex> lock(usage_mutex_);
-    epoch_formed_ = absl::Now();
-    for (LocalRankUsage& usage : usage_) usage = {.weight_bytes = usage.weight_bytes};
-  }
+  usage_.BeginEpoch(absl::Now());
   epoch_.store(epoch, std::memory_order_release);
-}
-
-std::vector<LocalRankUsage> LocalExpertGroup::Usage() const {
-  const std::lock_guard<std::mutex> lock(usage_mutex_);
-  return usage_;
-}
-
-absl::Time LocalExpertGroup::epoch_formed() const {
-  const std::lock_guard<std::mutex> lock(usage_mutex_);
-  return epoch_formed_;
-}
-
-void LocalExpertGroup::CountStep(size_t rank, const RankStepResult& result) {
-  const std::lock_guard<std::mutex> lock(usage_mutex_);
-  LocalRankUsage& usage = usage_[rank];
-  ++usage.num_steps;
-  usage.num_expert_rows += static_cast<uint64_t>(result.num_expert_rows);
-  usage.compute_micros += static_cast<uint64_t>(result.timings.compute_micros);
 }
 
 const Placement* LocalExpertGroup::placement(std::string_view model, int32_t layer) const {
@@ -313,13 +287,13 @@ absl::StatusOr<GroupStepResult> LocalExpertGroup::RunOnCaller(GroupStep step, ab
   GroupStepResult result;
   result.shards.reserve(steps.size());
   std::vector<absl::Status> errors;
-  for (const std::unique_ptr<RankStep>& rank_step : steps) {
-    absl::StatusOr<RankStepResult> rank_result = rank_step->Finish(deadline);
+  for (size_t rank = 0; rank < steps.size(); ++rank) {
+    absl::StatusOr<RankStepResult> rank_result = steps[rank]->Finish(deadline);
     if (!rank_result.ok()) {
       errors.push_back(rank_result.status());
       continue;
     }
-    CountStep(result.shards.size(), *rank_result);
+    usage_.CountStep(static_cast<int32_t>(rank), *rank_result);
     result.shards.push_back(std::move(rank_result->output));
     result.timings.compute_micros += rank_result->timings.compute_micros;
   }
@@ -354,13 +328,14 @@ absl::StatusOr<GroupStepResult> LocalExpertGroup::RunOnRankThreads(GroupStep ste
 
   GroupStepResult result;
   std::vector<absl::Status> errors;
-  for (absl::StatusOr<RankStepResult>& rank_result : rank_results) {
+  for (size_t rank = 0; rank < rank_results.size(); ++rank) {
+    absl::StatusOr<RankStepResult>& rank_result = rank_results[rank];
     if (!rank_result.ok()) {
       errors.push_back(rank_result.status());
       continue;
     }
     const StepTimings& timings = rank_result->timings;
-    CountStep(result.shards.size(), *rank_result);
+    usage_.CountStep(static_cast<int32_t>(rank), *rank_result);
     result.shards.push_back(std::move(rank_result->output));
     // Each stage's maximum would count twice what overlaps: one rank computes while another waits
     // for its partials.

@@ -6,7 +6,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -21,6 +20,7 @@
 #include "kernels/expert_kernels.h"
 #include "server/cluster/direct_step.h"
 #include "server/cluster/expert_group.h"
+#include "server/cluster/group_usage.h"
 #include "server/cluster/rank_client.h"
 #include "server/model/placement.h"
 #include "server/model/weight_source.h"
@@ -43,14 +43,6 @@ struct LocalExpertGroupOptions {
   std::function<absl::StatusOr<Placement>(const ModelSpec& model, const LayerSpec& layer,
                                           int32_t ep_size)>
       place;
-};
-
-// What a rank holds, and has done since its epoch formed.
-struct LocalRankUsage {
-  int64_t weight_bytes = 0;
-  uint64_t num_steps = 0;
-  uint64_t num_expert_rows = 0;
-  uint64_t compute_micros = 0;
 };
 
 struct LoadProgress {
@@ -90,12 +82,11 @@ class LocalExpertGroup : public ExpertGroup {
   absl::StatusOr<GroupStepResult> RunStep(GroupStep step, bool on_caller,
                                           absl::Time step_deadline) override;
 
-  // [ep_size], any thread; weight_bytes are 0 until Load has returned.
-  std::vector<LocalRankUsage> Usage() const;
-  // When the epoch formed; any thread. InfinitePast before.
-  absl::Time epoch_formed() const;
+  const GroupUsage& usage() const { return usage_; }
+  // [ep_size]; to be asked once there is an epoch.
+  const std::vector<int64_t>& weight_bytes() const { return weight_bytes_; }
 
-  const char* instruction_set() const;
+  std::string instruction_set() const override;
   int threads_per_rank() const { return threads_per_rank_; }
 
  private:
@@ -106,7 +97,6 @@ class LocalExpertGroup : public ExpertGroup {
   void FormEpoch();
   absl::StatusOr<GroupStepResult> RunOnRanks(GroupStep step, bool on_caller, absl::Time deadline);
   absl::StatusOr<GroupStepResult> RunDirect(GroupStep step, bool on_caller, absl::Time deadline);
-  void CountStep(size_t rank, const RankStepResult& result);
   absl::StatusOr<GroupStepResult> RunOnCaller(GroupStep step, absl::Time deadline);
   absl::StatusOr<GroupStepResult> RunOnRankThreads(GroupStep step, absl::Time deadline);
 
@@ -120,9 +110,8 @@ class LocalExpertGroup : public ExpertGroup {
   std::unique_ptr<DirectStep> direct_;
   std::vector<std::unique_ptr<RankEngine>> engines_;
   std::vector<std::unique_ptr<RankClient>> clients_;
-  mutable std::mutex usage_mutex_;  // guards the two below
-  std::vector<LocalRankUsage> usage_;
-  absl::Time epoch_formed_ = absl::InfinitePast();
+  GroupUsage usage_;
+  std::vector<int64_t> weight_bytes_;
 };
 
 }  // namespace expertmesh

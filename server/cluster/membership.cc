@@ -52,7 +52,37 @@ absl::Status CheckModel(const RankOffer& offer, const ModelManifest& manifest,
 }  // namespace
 
 Membership::Membership(MembershipOptions options, const Clock* clock)
-    : options_(std::move(options)), clock_(clock), members_(options_.ep_size) {}
+    : options_(std::move(options)),
+      clock_(clock),
+      members_(options_.ep_size),
+      visitors_(options_.ep_size) {}
+
+absl::Status Membership::CheckPlace(int32_t ep_rank, int32_t ep_size) const {
+  if (ep_size != options_.ep_size) {
+    return CallError(ErrorReason::kWrongEpSize,
+                     absl::StrCat("rank ", ep_rank, " was started for ", ep_size,
+                                  " ranks, this group has ", options_.ep_size));
+  }
+  if (ep_rank < 0 || ep_rank >= options_.ep_size) {
+    return InvalidFieldError("ep_rank", ep_rank, absl::StrCat("0 to ", options_.ep_size - 1));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Membership::CheckInstructionSet(const RankOffer& offer) const {
+  for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
+    if (rank == offer.ep_rank || !members_[rank].has_value()) continue;
+    const std::string& other = members_[rank]->view.instruction_set;
+    if (other == offer.instruction_set) continue;
+    return CallError(
+        ErrorReason::kWrongInstructionSet,
+        absl::StrCat("rank ", offer.ep_rank, " computes with ", offer.instruction_set, ", rank ",
+                     rank, " with ", other,
+                     ": a token's bytes would depend on its experts' ranks; start all ranks of the "
+                     "group with the same --isa"));
+  }
+  return absl::OkStatus();
+}
 
 absl::Status Membership::CheckOffer(const RankOffer& offer) const {
   if (offer.protocol_version != options_.protocol_version) {
@@ -61,14 +91,7 @@ absl::Status Membership::CheckOffer(const RankOffer& offer) const {
         absl::StrCat("the rank speaks version ", offer.protocol_version,
                      " of the rank protocol, the control plane ", options_.protocol_version));
   }
-  if (offer.ep_size != options_.ep_size) {
-    return CallError(ErrorReason::kWrongEpSize,
-                     absl::StrCat("rank ", offer.ep_rank, " was started for ", offer.ep_size,
-                                  " ranks, this group has ", options_.ep_size));
-  }
-  if (offer.ep_rank < 0 || offer.ep_rank >= options_.ep_size) {
-    return InvalidFieldError("ep_rank", offer.ep_rank, absl::StrCat("0 to ", options_.ep_size - 1));
-  }
+  if (absl::Status status = CheckPlace(offer.ep_rank, offer.ep_size); !status.ok()) return status;
   if (offer.models.size() != options_.models.size()) {
     return WrongModel(offer.ep_rank, absl::StrCat("brings ", offer.models.size(),
                                                   " models instead of ", options_.models.size()));
@@ -88,11 +111,12 @@ absl::Status Membership::CheckOffer(const RankOffer& offer) const {
 absl::StatusOr<uint64_t> Membership::Join(const RankOffer& offer) {
   if (absl::Status status = CheckOffer(offer); !status.ok()) return status;
   std::optional<Member>& place = members_[offer.ep_rank];
+  if (place.has_value() && place->instance != offer.instance) {
+    return CallError(ErrorReason::kRankTaken,
+                     absl::StrCat("rank ", offer.ep_rank, " is taken by ", place->view.address));
+  }
+  if (absl::Status status = CheckInstructionSet(offer); !status.ok()) return status;
   if (place.has_value()) {
-    if (place->instance != offer.instance) {
-      return CallError(ErrorReason::kRankTaken,
-                       absl::StrCat("rank ", offer.ep_rank, " is taken by ", place->view.address));
-    }
     Remove(offer.ep_rank, absl::UnavailableError("the rank joins again"));
   }
   Member member;
@@ -103,6 +127,8 @@ absl::StatusOr<uint64_t> Membership::Join(const RankOffer& offer) {
   member.view.address = offer.address;
   member.view.instruction_set = offer.instruction_set;
   member.view.weight_bytes = offer.weight_bytes;
+  member.view.memory_limit_bytes = offer.memory_limit_bytes;
+  member.view.load_progress = 1;
   for (const ModelManifest& model : offer.models) {
     for (const LayerManifest& layer : model.layers) {
       member.view.num_experts += static_cast<int64_t>(layer.expert_ids.size());
@@ -110,6 +136,7 @@ absl::StatusOr<uint64_t> Membership::Join(const RankOffer& offer) {
   }
   const uint64_t id = member.id;
   place = std::move(member);
+  visitors_[offer.ep_rank] = Visitor();
   Advance();
   return id;
 }
@@ -140,11 +167,28 @@ absl::Status Membership::Attach(uint64_t incarnation, uint64_t member_id) {
   return absl::OkStatus();
 }
 
-absl::Status Membership::Heartbeat(uint64_t incarnation, uint64_t member_id) {
+absl::Status Membership::Heartbeat(uint64_t incarnation, uint64_t member_id,
+                                   int64_t memory_used_bytes) {
   const absl::StatusOr<int32_t> rank = FindMember(incarnation, member_id);
   if (!rank.ok()) return rank.status();
   members_[*rank]->last_heard = clock_->Now();
+  members_[*rank]->view.memory_used_bytes = memory_used_bytes;
   return absl::OkStatus();
+}
+
+absl::StatusOr<bool> Membership::Announce(const RankAnnouncement& announcement) {
+  if (absl::Status status = CheckPlace(announcement.ep_rank, announcement.ep_size); !status.ok()) {
+    return status;
+  }
+  Visitor& visitor = visitors_[announcement.ep_rank];
+  const absl::Time now = clock_->Now();
+  const bool is_first = now >= visitor.announced + options_.heartbeat_timeout;
+  visitor.announced = now;
+  visitor.loading.address = announcement.address;
+  visitor.loading.instruction_set = announcement.instruction_set;
+  visitor.loading.memory_used_bytes = announcement.memory_used_bytes;
+  visitor.loading.load_progress = std::clamp(announcement.load_progress, 0.0, 1.0);
+  return is_first;
 }
 
 void Membership::Lose(uint64_t member_id, const absl::Status& reason) {
@@ -164,6 +208,8 @@ void Membership::Remove(int32_t ep_rank, const absl::Status& reason) {
   action.member_id = member.id;
   action.epoch = epoch_;
   action.reason = reason;
+  visitors_[ep_rank].lost_why = std::string(reason.message());
+  visitors_[ep_rank].lost_at = clock_->Now();
   members_[ep_rank].reset();
   actions_.push_back(std::move(action));
   if (was_in_epoch) {
@@ -305,10 +351,21 @@ std::vector<MemberView> Membership::View() const {
   std::vector<MemberView> views(options_.ep_size);
   const absl::Time now = clock_->Now();
   for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
-    if (!members_[rank].has_value()) continue;
-    views[rank] = members_[rank]->view;
-    views[rank].state = members_[rank]->state;
-    views[rank].heartbeat_age = now - members_[rank]->last_heard;
+    MemberView& view = views[rank];
+    const Visitor& visitor = visitors_[rank];
+    if (members_[rank].has_value()) {
+      view = members_[rank]->view;
+      view.state = members_[rank]->state;
+      view.heartbeat_age = now - members_[rank]->last_heard;
+    } else if (now < visitor.announced + options_.heartbeat_timeout) {
+      view = visitor.loading;
+      view.state = MemberState::kLoading;
+      view.heartbeat_age = now - visitor.announced;
+    } else if (!visitor.lost_why.empty()) {
+      view.state = MemberState::kLost;
+      view.lost_why = visitor.lost_why;
+      view.lost_age = now - visitor.lost_at;
+    }
   }
   return views;
 }

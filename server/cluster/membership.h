@@ -37,6 +37,17 @@ struct RankOffer {
   std::string address;  // for people
   std::string instruction_set;
   int64_t weight_bytes = 0;
+  int64_t memory_limit_bytes = 0;
+};
+
+// "I am coming": a rank that is loading, and no member yet. It claims nothing.
+struct RankAnnouncement {
+  int32_t ep_rank = 0;
+  int32_t ep_size = 0;
+  std::string address;  // for people
+  std::string instruction_set;
+  int64_t memory_used_bytes = 0;
+  double load_progress = 0;  // share of its bytes that is read, 0 to 1
 };
 
 struct ExpectedModel {
@@ -77,7 +88,9 @@ struct MembershipAction {
 };
 
 enum class MemberState : uint8_t {
-  kMissing,
+  kMissing,      // never heard of
+  kLost,         // was a member
+  kLoading,      // announced itself within the heartbeat's timeout
   kJoined,       // its stream has not come yet
   kStandingBy,   // waits for an epoch
   kForming,      // was told to form one
@@ -92,7 +105,12 @@ struct MemberView {
   std::string instruction_set;
   int64_t weight_bytes = 0;
   int64_t num_experts = 0;
+  int64_t memory_used_bytes = 0;
+  int64_t memory_limit_bytes = 0;
   absl::Duration heartbeat_age;
+  double load_progress = 0;  // 1 for a member
+  std::string lost_why;      // kLost
+  absl::Duration lost_age;   // kLost
 };
 
 // Who is in the group, and its epochs: pure state, no threads, no I/O. Every function may leave
@@ -103,18 +121,25 @@ struct MemberView {
 // communicator does. It ends when a member is lost, cannot form it, or EndEpoch is called; the next
 // one forms when every survivor has said that it dropped it (or was lost too). A member lost its
 // place when its stream broke or its heartbeat is late; it may join again at any time.
+//
+// All members have one instruction set, that of the first: kernels of another round otherwise, and
+// bytes must not depend on which rank computed a row.
 class Membership {
  public:
   Membership(MembershipOptions options, const Clock* clock);
 
   // Gives the new member's id. Refused, changing nothing: PROTOCOL_MISMATCH, WRONG_EP_SIZE,
-  // INVALID_FIELD (ep_rank), WRONG_MODEL (models, fingerprints, experts), RANK_TAKEN.
+  // INVALID_FIELD (ep_rank), WRONG_MODEL (models, fingerprints, experts), RANK_TAKEN,
+  // WRONG_INSTRUCTION_SET.
   absl::StatusOr<uint64_t> Join(const RankOffer& offer);
   // The member's stream has come: it stands by. STALE_INCARNATION, STALE_EPOCH (no member, or it
   // has a stream).
   absl::Status Attach(uint64_t incarnation, uint64_t member_id);
   // STALE_INCARNATION, STALE_EPOCH (no member any more): it must join again.
-  absl::Status Heartbeat(uint64_t incarnation, uint64_t member_id);
+  absl::Status Heartbeat(uint64_t incarnation, uint64_t member_id, int64_t memory_used_bytes = 0);
+  // For View alone. True if it is the first one, or the first after a silence. WRONG_EP_SIZE,
+  // INVALID_FIELD (ep_rank).
+  absl::StatusOr<bool> Announce(const RankAnnouncement& announcement);
   // Its stream ended. Nothing for somebody who is no member.
   void Lose(uint64_t member_id, const absl::Status& reason);
   // Answers of a member; ignored when they come from the past.
@@ -143,7 +168,16 @@ class Membership {
     absl::Time last_heard;
     MemberView view;
   };
+  // What is known of a place's last member, and of who may be the next.
+  struct Visitor {
+    std::string lost_why;  // empty: nobody was lost
+    absl::Time lost_at;
+    MemberView loading;
+    absl::Time announced = absl::InfinitePast();
+  };
 
+  absl::Status CheckPlace(int32_t ep_rank, int32_t ep_size) const;
+  absl::Status CheckInstructionSet(const RankOffer& offer) const;
   absl::Status CheckOffer(const RankOffer& offer) const;
   absl::StatusOr<int32_t> FindMember(uint64_t incarnation, uint64_t member_id) const;
   void Remove(int32_t ep_rank, const absl::Status& reason);
@@ -156,6 +190,7 @@ class Membership {
   const MembershipOptions options_;
   const Clock* const clock_;
   std::vector<std::optional<Member>> members_;  // [ep_size]
+  std::vector<Visitor> visitors_;               // [ep_size]
   uint64_t last_member_id_ = 0;
   Phase phase_ = Phase::kNone;
   uint64_t epoch_ = 0;

@@ -96,6 +96,8 @@ absl::StatusOr<int64_t> AvailableMemoryBytes(const std::string& root) {
   return available;
 }
 
+int64_t ResidentMemoryBytes() { return ReadKey("/proc/self/status", "VmRSS:").value_or(0) * 1024; }
+
 absl::Status CheckMemoryNeed(int64_t need_bytes, int64_t available_bytes) {
   if (need_bytes <= available_bytes) return absl::OkStatus();
   constexpr double kGib = 1 << 30;

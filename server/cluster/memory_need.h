@@ -23,6 +23,9 @@ absl::StatusOr<int64_t> PackedLayerBytes(const ModelSpec& model, const LayerSpec
 // be read.
 absl::StatusOr<int64_t> AvailableMemoryBytes(const std::string& root = "");
 
+// Resident bytes of this process; 0 when /proc does not say.
+int64_t ResidentMemoryBytes();
+
 // RESOURCE_EXHAUSTED naming both numbers when need exceeds available.
 absl::Status CheckMemoryNeed(int64_t need_bytes, int64_t available_bytes);
 

@@ -30,7 +30,8 @@ class RemoteExpertGroup::Flight : public StepInFlight {
       : group_(group), run_(std::move(run)), header_(header), deadline_(deadline) {}
 
   // The step is the control plane's own to sum.
-  void SetDirect(DirectSource source, int64_t hidden_size) {
+  void SetDirect(std::shared_ptr<DirectStep> direct, DirectSource source, int64_t hidden_size) {
+    direct_ = std::move(direct);
     source_ = std::move(source);
     hidden_size_ = hidden_size;
   }
@@ -40,8 +41,7 @@ class RemoteExpertGroup::Flight : public StepInFlight {
   absl::StatusOr<GroupStepResult> Finish() override {
     absl::StatusOr<GroupStepResult> result = group_->FinishOnRanks(run_, header_, deadline_);
     if (!result.ok() || !source_.has_value()) return result;
-    return group_->direct_->Combine(*source_, header_.combine_dtype, hidden_size_,
-                                    *std::move(result));
+    return direct_->Combine(*source_, header_.combine_dtype, hidden_size_, *std::move(result));
   }
 
  private:
@@ -49,6 +49,7 @@ class RemoteExpertGroup::Flight : public StepInFlight {
   const std::shared_ptr<RunningStep> run_;
   const StepHeader header_;
   const absl::Time deadline_;
+  std::shared_ptr<DirectStep> direct_;
   std::optional<DirectSource> source_;
   int64_t hidden_size_ = 0;
 };
@@ -83,8 +84,7 @@ absl::StatusOr<std::unique_ptr<RemoteExpertGroup>> RemoteExpertGroup::Create(
     }
     membership.models.push_back(std::move(expected));
   }
-  // The last sum is the control plane's own: where ranks have another instruction set, so may its
-  // rounding of subnormal values be.
+  // Until an epoch stands, whose ranks' own is taken.
   absl::StatusOr<std::unique_ptr<DirectStep>> direct =
       DirectStep::Create(SupportedCpuIsas().back(), own_options.allocator);
   if (!direct.ok()) return direct.status();
@@ -101,6 +101,7 @@ RemoteExpertGroup::RemoteExpertGroup(RemoteExpertGroupOptions options, Placement
       incarnation_(membership_options.incarnation),
       placements_(std::move(placements)),
       clock_(clock),
+      usage_(options_.ep_size),
       membership_(std::move(membership_options), clock),
       ranks_(options_.ep_size),
       stream_members_(options_.ep_size) {
@@ -192,7 +193,12 @@ void RemoteExpertGroup::Act(std::unique_lock<std::mutex>& lock) {
         });
       }
     }
-    if (epoch != 0) LogInfo("an epoch stands", {{"epoch", epoch}, {"ranks", options_.ep_size}});
+    if (epoch != 0) {
+      usage_.BeginEpoch(clock_->Now());
+      TakeInstructionSet(membership_.View().front().instruction_set);
+      LogInfo("an epoch stands",
+              {{"epoch", epoch}, {"ranks", options_.ep_size}, {"isa", instruction_set_}});
+    }
     if (listener_) {
       orders_.push_back([this, epoch] { listener_(epoch); });
     }
@@ -249,9 +255,45 @@ absl::Status RemoteExpertGroup::Attach(uint64_t incarnation, uint64_t member_id,
   return absl::OkStatus();
 }
 
-absl::Status RemoteExpertGroup::Heartbeat(uint64_t incarnation, uint64_t member_id) {
+absl::Status RemoteExpertGroup::Heartbeat(uint64_t incarnation, uint64_t member_id,
+                                          int64_t memory_used_bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return membership_.Heartbeat(incarnation, member_id);
+  return membership_.Heartbeat(incarnation, member_id, memory_used_bytes);
+}
+
+absl::Status RemoteExpertGroup::Announce(const RankAnnouncement& announcement) {
+  absl::StatusOr<bool> is_first;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_first = membership_.Announce(announcement);
+  }
+  if (is_first.ok() && *is_first) {
+    LogInfo("a rank is loading", {{"ep_rank", announcement.ep_rank},
+                                  {"address", announcement.address},
+                                  {"isa", announcement.instruction_set}});
+  }
+  return is_first.status();
+}
+
+std::string RemoteExpertGroup::instruction_set() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return instruction_set_;
+}
+
+void RemoteExpertGroup::TakeInstructionSet(const std::string& instruction_set) {
+  if (instruction_set == instruction_set_) return;
+  instruction_set_ = instruction_set;
+  for (const CpuIsa isa : SupportedCpuIsas()) {
+    if (instruction_set != CpuIsaName(isa)) continue;
+    absl::StatusOr<std::unique_ptr<DirectStep>> direct =
+        DirectStep::Create(isa, options_.allocator);
+    if (!direct.ok()) break;
+    direct_ = *std::move(direct);
+    return;
+  }
+  LogWarning(
+      "this machine lacks the ranks' instruction set: the last sum of direct steps is its own",
+      {{"isa", instruction_set}});
 }
 
 void RemoteExpertGroup::OnEpochReady(uint64_t member_id, uint64_t epoch,
@@ -326,6 +368,7 @@ absl::StatusOr<std::unique_ptr<StepInFlight>> RemoteExpertGroup::StartStep(
   }
   const StepHeader header = step.plan.slices.front().header;
   int64_t hidden_size = 0;
+  std::shared_ptr<DirectStep> direct;
   std::optional<DirectSource> source;
   if (step.plan.direct.has_value()) {
     const auto found = hidden_sizes_.find(header.model);
@@ -333,14 +376,18 @@ absl::StatusOr<std::unique_ptr<StepInFlight>> RemoteExpertGroup::StartStep(
       return absl::NotFoundError(absl::StrCat("no rank holds model ", header.model));
     }
     hidden_size = found->second;
-    if (absl::Status status = direct_->Scatter(hidden_size, step); !status.ok()) return status;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      direct = direct_;
+    }
+    if (absl::Status status = direct->Scatter(hidden_size, step); !status.ok()) return status;
     source = *std::move(step.plan.direct);
   }
   absl::StatusOr<std::shared_ptr<RunningStep>> run =
       StartOnRanks(std::move(step), has_follower, step_deadline, std::move(on_decided));
   if (!run.ok()) return run.status();
   auto flight = std::make_unique<Flight>(this, *std::move(run), header, step_deadline);
-  if (source.has_value()) flight->SetDirect(*std::move(source), hidden_size);
+  if (source.has_value()) flight->SetDirect(std::move(direct), *std::move(source), hidden_size);
   return flight;
 }
 
@@ -392,6 +439,7 @@ absl::StatusOr<GroupStepResult> RemoteExpertGroup::FinishOnRanks(
   GroupStepResult result;
   for (int32_t rank = 0; rank < ep_size(); ++rank) {
     RankStepResult& part = (*parts)[rank];
+    usage_.CountStep(rank, part);
     const StepTimings& timings = part.timings;
     if (timings.compute_micros >= result.timings.compute_micros) result.timings = timings;
     result.shards.push_back(std::move(part.output));

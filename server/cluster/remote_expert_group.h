@@ -23,6 +23,7 @@
 #include "server/cluster/collective_order.h"
 #include "server/cluster/direct_step.h"
 #include "server/cluster/expert_group.h"
+#include "server/cluster/group_usage.h"
 #include "server/cluster/membership.h"
 #include "server/cluster/remote_rank.h"
 #include "server/cluster/running_step.h"
@@ -63,6 +64,8 @@ class RemoteExpertGroup : public ExpertGroup {
   uint64_t incarnation() const override { return incarnation_; }
   uint64_t epoch() const override { return epoch_.load(std::memory_order_acquire); }
   const Placement* placement(std::string_view model, int32_t layer) const override;
+  // Of the standing epoch, or the last one.
+  std::string instruction_set() const override;
   Allocator* request_allocator() override { return options_.allocator.get(); }
   const std::shared_ptr<Allocator>& allocator() const { return options_.allocator; }
 
@@ -78,7 +81,8 @@ class RemoteExpertGroup : public ExpertGroup {
   // What comes from ranks; errors as Membership.
   absl::StatusOr<uint64_t> Join(const RankOffer& offer);
   absl::Status Attach(uint64_t incarnation, uint64_t member_id, std::shared_ptr<RemoteRank> rank);
-  absl::Status Heartbeat(uint64_t incarnation, uint64_t member_id);
+  absl::Status Heartbeat(uint64_t incarnation, uint64_t member_id, int64_t memory_used_bytes);
+  absl::Status Announce(const RankAnnouncement& announcement);
   void OnEpochReady(uint64_t member_id, uint64_t epoch, const absl::Status& status);
   void OnEpochDown(uint64_t member_id, uint64_t epoch);
   void OnStreamEnded(uint64_t member_id, const absl::Status& reason);
@@ -88,6 +92,7 @@ class RemoteExpertGroup : public ExpertGroup {
   InMemoryRendezvousStore& rendezvous() { return rendezvous_; }
 
   std::vector<MemberView> Members() const;  // [ep_size]
+  const GroupUsage& usage() const { return usage_; }
   absl::Duration heartbeat_timeout() const { return options_.heartbeat_timeout; }
   absl::Duration step_timeout() const { return options_.step_timeout; }
 
@@ -111,6 +116,8 @@ class RemoteExpertGroup : public ExpertGroup {
   // ranks, waiting store users and the listener is told in order, with the lock released.
   void Act(std::unique_lock<std::mutex>& lock);
   void PlanOrder(const MembershipAction& action);
+  // The control plane's own sums of `direct` steps are to be the ranks'.
+  void TakeInstructionSet(const std::string& instruction_set);
   void EndEpoch(uint64_t epoch, const absl::Status& reason);
 
   const RemoteExpertGroupOptions options_;
@@ -118,7 +125,7 @@ class RemoteExpertGroup : public ExpertGroup {
   const std::map<std::string, std::map<int32_t, Placement>, std::less<>> placements_;
   Clock* const clock_;
   std::map<std::string, int64_t, std::less<>> hidden_sizes_;
-  std::unique_ptr<DirectStep> direct_;
+  GroupUsage usage_;
   std::function<void(uint64_t)> listener_;
   InMemoryRendezvousStore rendezvous_;
   std::atomic<uint64_t> epoch_{0};
@@ -127,6 +134,8 @@ class RemoteExpertGroup : public ExpertGroup {
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable clock_cv_;
   Membership membership_;
+  std::string instruction_set_;  // of direct_ as well, where this machine has it
+  std::shared_ptr<DirectStep> direct_;
   std::vector<std::shared_ptr<RemoteRank>> ranks_;  // [ep_size], null: no stream
   std::vector<uint64_t> stream_members_;            // [ep_size] whose stream that is
   std::vector<std::shared_ptr<RunningStep>> running_;

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
@@ -82,9 +83,12 @@ class Communicator {
   // buffer any more.
   virtual void Abort(const absl::Status &reason) = 0;
 
-  // Payload bytes sent to other ranks since construction, [ep_size]; own rank
-  // 0. For metrics and tests.
-  virtual absl::Span<const int64_t> bytes_sent() const = 0;
+  // For metrics and tests; any thread; since construction, [ep_size], own rank 0.
+  // Payload bytes sent to each rank.
+  virtual std::vector<int64_t> bytes_sent() const = 0;
+  // Time from reaching an operation (AllToAllV, AllGatherV, Barrier) until all that the rank sends
+  // in it had come, nanoseconds. Zeros where nobody measures.
+  virtual std::vector<int64_t> wait_nanos() const { return std::vector<int64_t>(ep_size()); }
 };
 
 }  // namespace expertmesh

@@ -13,7 +13,7 @@ namespace {
 class InProcessCommunicator : public Communicator {
  public:
   InProcessCommunicator(std::shared_ptr<InProcessExchange> exchange, int32_t ep_rank)
-      : exchange_(std::move(exchange)), ep_rank_(ep_rank), bytes_sent_(exchange_->ep_size()) {}
+      : exchange_(std::move(exchange)), ep_rank_(ep_rank) {}
 
   ~InProcessCommunicator() override {
     exchange_->Break(absl::UnavailableError(absl::StrCat("rank ", ep_rank_, " has left")));
@@ -34,7 +34,7 @@ class InProcessCommunicator : public Communicator {
     status.Update(CheckCounts("receive_bytes", params.receive_bytes));
     if (!status.ok()) return Refuse(status);
     for (int32_t peer = 0; peer < ep_size(); ++peer) {
-      if (peer != ep_rank_) CountSent(peer, params.send_bytes[peer]);
+      if (peer != ep_rank_) exchange_->traffic(ep_rank_).CountSent(peer, params.send_bytes[peer]);
     }
     return Post(call, stream);
   }
@@ -50,7 +50,8 @@ class InProcessCommunicator : public Communicator {
       return Refuse(status);
     }
     for (int32_t peer = 0; peer < ep_size(); ++peer) {
-      if (peer != ep_rank_) CountSent(peer, params.receive_bytes[ep_rank_]);
+      if (peer != ep_rank_)
+        exchange_->traffic(ep_rank_).CountSent(peer, params.receive_bytes[ep_rank_]);
     }
     return Post(call, stream);
   }
@@ -72,14 +73,14 @@ class InProcessCommunicator : public Communicator {
         absl::StrCat("rank ", ep_rank_, " aborted the communicator: ", reason.ToString())));
   }
 
-  absl::Span<const int64_t> bytes_sent() const override { return bytes_sent_; }
-
- private:
-  void CountSent(int32_t peer, int64_t num_bytes) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    bytes_sent_[peer] += num_bytes;
+  std::vector<int64_t> bytes_sent() const override {
+    return exchange_->traffic(ep_rank_).bytes_sent();
+  }
+  std::vector<int64_t> wait_nanos() const override {
+    return exchange_->traffic(ep_rank_).wait_nanos();
   }
 
+ private:
   absl::Status CheckCounts(const char* name, absl::Span<const int64_t> counts) const {
     if (static_cast<int64_t>(counts.size()) != ep_size()) {
       return absl::InvalidArgumentError(
@@ -116,7 +117,6 @@ class InProcessCommunicator : public Communicator {
   const int32_t ep_rank_;
   std::mutex mutex_;  // guards what follows
   OperationPlaces places_;
-  std::vector<int64_t> bytes_sent_;
 };
 
 }  // namespace

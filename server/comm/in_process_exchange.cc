@@ -32,6 +32,12 @@ std::vector<int64_t> PrefixSums(absl::Span<const int64_t> counts) {
 
 }  // namespace
 
+InProcessExchange::InProcessExchange(int32_t ep_size) : ep_size_(ep_size) {
+  for (int32_t rank = 0; rank < ep_size; ++rank) {
+    traffic_.push_back(std::make_unique<CommTraffic>(ep_size));
+  }
+}
+
 absl::Status InProcessExchange::broken() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return broken_;
@@ -98,6 +104,7 @@ absl::Status InProcessExchange::Arrive(int32_t ep_rank, OperationPlace place, co
     Participant& self = operation->participants[ep_rank];
     self.arrived = true;
     self.call = call;
+    self.arrived_at = std::chrono::steady_clock::now();
     self.num_missing = ep_size_;
     self.send_offsets = std::move(send_offsets);
     self.recv_offsets = std::move(recv_offsets);
@@ -128,6 +135,8 @@ absl::Status InProcessExchange::Arrive(int32_t ep_rank, OperationPlace place, co
     if (peer != ep_rank) CopyBlock(other, peer, self, ep_rank);
   }
 
+  // Who stood there already has waited for this rank until now.
+  const auto now = std::chrono::steady_clock::now();
   absl::Status status;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -144,6 +153,13 @@ absl::Status InProcessExchange::Arrive(int32_t ep_rank, OperationPlace place, co
       };
       for (const int32_t peer : peers) {
         finish_exchange(operation->participants[ep_rank]);
+        if (peer != ep_rank) {
+          const auto wait = [now](const Participant& waiting) {
+            return std::chrono::nanoseconds(now - waiting.arrived_at).count();
+          };
+          traffic_[peer]->CountWait(ep_rank, wait(operation->participants[peer]));
+          traffic_[ep_rank]->CountWait(peer, wait(operation->participants[ep_rank]));
+        }
         if (peer != ep_rank) finish_exchange(operation->participants[peer]);
       }
       if (operation->num_done == ep_size_) operations_.erase(place);

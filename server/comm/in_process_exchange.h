@@ -1,15 +1,18 @@
 #ifndef EXPERTMESH_SERVER_COMM_IN_PROCESS_EXCHANGE_H_
 #define EXPERTMESH_SERVER_COMM_IN_PROCESS_EXCHANGE_H_
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "kernels/base/stream.h"
+#include "server/comm/comm_traffic.h"
 #include "server/comm/communicator.h"
 #include "server/comm/operation_places.h"
 
@@ -33,10 +36,11 @@ class InProcessExchange {
     Event done;  // signalled when the rank's buffers are no longer needed
   };
 
-  explicit InProcessExchange(int32_t ep_size) : ep_size_(ep_size) {}
+  explicit InProcessExchange(int32_t ep_size);
 
   int32_t ep_size() const { return ep_size_; }
   absl::Status broken() const;
+  CommTraffic& traffic(int32_t ep_rank) { return *traffic_[ep_rank]; }
 
   // Rank `ep_rank` reaches the operation at `place`. Copies what can be copied now. The first error
   // if the exchange is broken; then nothing was touched.
@@ -50,6 +54,7 @@ class InProcessExchange {
     bool arrived = false;
     bool signalled = false;
     Call call;
+    std::chrono::steady_clock::time_point arrived_at;
     int64_t num_missing = 0;            // exchanges, the one with itself included
     std::vector<int64_t> send_offsets;  // [ep_size]; kAllToAllV
     std::vector<int64_t> recv_offsets;  // [ep_size]; but for kBarrier
@@ -70,7 +75,8 @@ class InProcessExchange {
   void TakeBrokenEvents(std::vector<Event>* events);
 
   const int32_t ep_size_;
-  mutable std::mutex mutex_;  // of everything below
+  std::vector<std::unique_ptr<CommTraffic>> traffic_;  // [ep_size]
+  mutable std::mutex mutex_;                           // of everything below
   std::condition_variable no_copy_;
   absl::Status broken_;
   int64_t num_copying_ = 0;

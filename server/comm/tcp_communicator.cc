@@ -15,7 +15,7 @@ namespace {
 class TcpCommunicator : public Communicator {
  public:
   explicit TcpCommunicator(std::shared_ptr<TcpExchange> exchange)
-      : exchange_(std::move(exchange)), bytes_sent_(exchange_->ep_size()) {}
+      : exchange_(std::move(exchange)) {}
 
   ~TcpCommunicator() override {
     exchange_->Break(absl::UnavailableError(absl::StrCat("rank ", ep_rank(), " has left")));
@@ -37,7 +37,7 @@ class TcpCommunicator : public Communicator {
     operation->send_bytes.assign(params.send_bytes.begin(), params.send_bytes.end());
     operation->receive_bytes.assign(params.receive_bytes.begin(), params.receive_bytes.end());
     for (int32_t peer = 0; peer < ep_size(); ++peer) {
-      if (peer != ep_rank()) CountSent(peer, params.send_bytes[peer]);
+      if (peer != ep_rank()) exchange_->traffic().CountSent(peer, params.send_bytes[peer]);
     }
     return Post(std::move(operation), stream);
   }
@@ -53,7 +53,7 @@ class TcpCommunicator : public Communicator {
     operation->receive = params.receive;
     operation->receive_bytes.assign(params.receive_bytes.begin(), params.receive_bytes.end());
     for (int32_t peer = 0; peer < ep_size(); ++peer) {
-      if (peer != ep_rank()) CountSent(peer, params.receive_bytes[ep_rank()]);
+      if (peer != ep_rank()) exchange_->traffic().CountSent(peer, params.receive_bytes[ep_rank()]);
     }
     return Post(std::move(operation), stream);
   }
@@ -78,14 +78,10 @@ class TcpCommunicator : public Communicator {
         absl::StrCat("rank ", ep_rank(), " aborted the communicator: ", reason.ToString())));
   }
 
-  absl::Span<const int64_t> bytes_sent() const override { return bytes_sent_; }
+  std::vector<int64_t> bytes_sent() const override { return exchange_->traffic().bytes_sent(); }
+  std::vector<int64_t> wait_nanos() const override { return exchange_->traffic().wait_nanos(); }
 
  private:
-  void CountSent(int32_t peer, int64_t num_bytes) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    bytes_sent_[peer] += num_bytes;
-  }
-
   absl::Status CheckCounts(const char* name, absl::Span<const int64_t> counts) const {
     if (static_cast<int64_t>(counts.size()) != ep_size()) {
       return absl::InvalidArgumentError(
@@ -130,7 +126,6 @@ class TcpCommunicator : public Communicator {
   const std::shared_ptr<TcpExchange> exchange_;
   std::mutex mutex_;  // guards what follows
   OperationPlaces places_;
-  std::vector<int64_t> bytes_sent_;
 };
 
 }  // namespace

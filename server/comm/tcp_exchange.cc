@@ -34,7 +34,8 @@ TcpExchange::TcpExchange(int32_t ep_rank, std::vector<TcpPeerSockets> peers,
                          absl::Duration operation_timeout)
     : ep_rank_(ep_rank),
       operation_timeout_(absl::ToChronoNanoseconds(
-          std::clamp(operation_timeout, absl::ZeroDuration(), absl::Hours(1000)))) {
+          std::clamp(operation_timeout, absl::ZeroDuration(), absl::Hours(1000)))),
+      traffic_(static_cast<int32_t>(peers.size())) {
   for (TcpPeerSockets& sockets : peers) links_.emplace_back(std::move(sockets));
   if (ep_size() == 1) return;  // nobody to wait for
   if (const absl::Status status = WatchSockets(); !status.ok()) {
@@ -262,7 +263,8 @@ void TcpExchange::BeginNext() {
   ++next_.index;
   PassClosedOrders();
   const TcpOperation& operation = *current_;
-  deadline_ = std::chrono::steady_clock::now() + operation_timeout_;
+  begun_ = std::chrono::steady_clock::now();
+  deadline_ = begun_ + operation_timeout_;
   if (absl::Status status = operation.CopyOwnBlock(); !status.ok()) {
     BreakLocked(status);
     return;
@@ -348,6 +350,8 @@ bool TcpExchange::AdvanceLink(int32_t rank) {
       return false;
     }
     link.checked = true;
+    const std::chrono::nanoseconds wait = std::chrono::steady_clock::now() - begun_;
+    traffic_.CountWait(rank, wait.count());
   }
   return moved;
 }

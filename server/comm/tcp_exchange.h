@@ -15,6 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "kernels/base/stream.h"
+#include "server/comm/comm_traffic.h"
 #include "server/comm/operation_places.h"
 #include "server/comm/tcp_link.h"
 #include "server/comm/tcp_mesh.h"
@@ -36,6 +37,7 @@ class TcpExchange {
   int32_t ep_rank() const { return ep_rank_; }
   int32_t ep_size() const { return static_cast<int32_t>(links_.size()); }
   absl::Status broken() const;
+  CommTraffic& traffic() { return traffic_; }
 
   // The stream has reached the operation at `place`. Operations run one after the other by place,
   // whatever order they are started in. Moves what can be moved at once; the rest is the own
@@ -94,6 +96,7 @@ class TcpExchange {
 
   const int32_t ep_rank_;
   const std::chrono::nanoseconds operation_timeout_;
+  CommTraffic traffic_;
   std::atomic<int> num_breaking_{0};  // whoever waits to break should not wait for a long transfer
 
   mutable std::mutex mutex_;  // guards what follows
@@ -104,6 +107,7 @@ class TcpExchange {
   OperationPlace next_;  // of the operation after current_; its order is not spent
   std::shared_ptr<TcpOperation> current_;
   uint64_t imbalance_ = 0;       // sum of the headers that have come, and the own one
+  Time begun_ = Time::min();     // current_
   Time deadline_ = Time::max();  // of current_
   absl::Status loss_;  // a peer is gone, but current_ may still end well, or a reason come
   Time loss_deadline_ = Time::max();

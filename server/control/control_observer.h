@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string_view>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "server/planning/step_plan.h"
@@ -54,8 +55,9 @@ struct StepRecord {
   int64_t queue_micros = 0;  // the longest wait among its calls
   int64_t route_micros = 0;  // router rules and gates
   int64_t plan_micros = 0;
-  int64_t run_micros = 0;  // ExpertGroup::RunStep
-  StepTimings timings;     // GroupStepResult's; zero unless OK
+  int64_t run_micros = 0;                  // ExpertGroup::RunStep
+  StepTimings timings;                     // GroupStepResult's; zero unless OK
+  std::vector<int64_t> tokens_per_expert;  // [num_experts] pairs; empty where nothing was planned
 };
 
 // One admitted call's end, whatever its result.

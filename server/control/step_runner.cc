@@ -155,6 +155,7 @@ StepOutcome StepRunner::Run(const StepBatch& batch, bool on_caller, absl::Durati
   record.plan_micros = plan_stopwatch.Micros();
   const std::vector<int64_t> shard_offsets = plan->shard_offsets;
   record.strategy = plan->slices[0].header.strategy;
+  record.tokens_per_expert = std::move(plan->tokens_per_expert);
 
   GroupStep step;
   step.shards = CutShards(batch.pieces, shard_offsets);

@@ -49,6 +49,7 @@ constexpr std::array<ReasonEntry, kNumErrorReasons> kReasons = {{
     {"RANK_TAKEN", absl::StatusCode::kAlreadyExists},
     {"WRONG_MODEL", absl::StatusCode::kFailedPrecondition},
     {"WRONG_EP_SIZE", absl::StatusCode::kFailedPrecondition},
+    {"WRONG_INSTRUCTION_SET", absl::StatusCode::kFailedPrecondition},
     {"PROTOCOL_MISMATCH", absl::StatusCode::kFailedPrecondition},
     {"RANK_NOT_ALLOWED", absl::StatusCode::kPermissionDenied},
 }};

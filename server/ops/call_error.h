@@ -48,6 +48,7 @@ enum class ErrorReason {
   kRankTaken,            // ALREADY_EXISTS
   kWrongModel,           // FAILED_PRECONDITION
   kWrongEpSize,          // FAILED_PRECONDITION
+  kWrongInstructionSet,  // FAILED_PRECONDITION
   kProtocolMismatch,     // FAILED_PRECONDITION
   kRankNotAllowed,       // PERMISSION_DENIED
 };

@@ -45,18 +45,43 @@ void Histogram::Observe(double value) const {
   if (impl_ != nullptr) static_cast<prometheus::Histogram*>(impl_)->Observe(value);
 }
 
+namespace {
+
+prometheus::MetricFamily ToPrometheus(MetricFamily family) {
+  prometheus::MetricFamily out;
+  out.name = std::move(family.name);
+  out.help = std::move(family.help);
+  const bool is_counter = family.kind == MetricFamily::Kind::kCounter;
+  out.type = is_counter ? prometheus::MetricType::Counter : prometheus::MetricType::Gauge;
+  for (MetricSample& sample : family.samples) {
+    prometheus::ClientMetric& metric = out.metric.emplace_back();
+    for (auto& [name, value] : sample.labels) {
+      metric.label.push_back({std::move(name), std::move(value)});
+    }
+    (is_counter ? metric.counter.value : metric.gauge.value) = sample.value;
+  }
+  return out;
+}
+
+}  // namespace
+
 struct MetricsRegistry::Impl : prometheus::Collectable {
   std::vector<prometheus::MetricFamily> Collect() const override {
+    std::vector<MetricFamily> collected;
     {
       const std::lock_guard<std::mutex> lock(refresh_mutex);
       if (refresh) refresh();
+      if (collect) collected = collect();
     }
-    return registry.Collect();
+    std::vector<prometheus::MetricFamily> families = registry.Collect();
+    for (MetricFamily& family : collected) families.push_back(ToPrometheus(std::move(family)));
+    return families;
   }
 
   prometheus::Registry registry;
   mutable std::mutex refresh_mutex;
   std::function<void()> refresh;
+  std::function<std::vector<MetricFamily>()> collect;
 };
 
 namespace {
@@ -101,6 +126,11 @@ Histogram MetricsRegistry::AddHistogram(const std::string& name, const std::stri
 void MetricsRegistry::SetRefresh(std::function<void()> refresh) {
   const std::lock_guard<std::mutex> lock(impl_->refresh_mutex);
   impl_->refresh = std::move(refresh);
+}
+
+void MetricsRegistry::SetCollector(std::function<std::vector<MetricFamily>()> collect) {
+  const std::lock_guard<std::mutex> lock(impl_->refresh_mutex);
+  impl_->collect = std::move(collect);
 }
 
 std::string MetricsRegistry::Serialize() const {

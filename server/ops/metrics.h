@@ -54,6 +54,20 @@ class Histogram {
 
 using MetricLabels = std::vector<std::pair<std::string, std::string>>;
 
+struct MetricSample {
+  MetricLabels labels;
+  double value = 0;
+};
+
+// A family of series that are looked up when they are read, so that they may come and go.
+struct MetricFamily {
+  enum class Kind : uint8_t { kCounter, kGauge };
+  std::string name;
+  std::string help;
+  Kind kind = Kind::kGauge;
+  std::vector<MetricSample> samples;
+};
+
 // Names follow Prometheus: snake case, base units, `_total` for counters. The same name and labels
 // give the same series again; a name must keep its kind. Thread safe; adding takes a lock.
 class MetricsRegistry {
@@ -69,6 +83,8 @@ class MetricsRegistry {
   // that are cheaper to look up than to keep. Null ends that; when SetRefresh has returned, the
   // function set before is not running and will not run again.
   void SetRefresh(std::function<void()> refresh);
+  // Likewise: `collect` gives families beside the registry's own, of other names.
+  void SetCollector(std::function<std::vector<MetricFamily>()> collect);
   // Prometheus text format 0.0.4.
   std::string Serialize() const;
 

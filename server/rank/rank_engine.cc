@@ -93,6 +93,8 @@ void RankEngine::EnterEpoch(uint64_t incarnation, uint64_t epoch,
   incarnation_ = incarnation;
   epoch_ = epoch;
   communicator_ = std::move(communicator);
+  const std::lock_guard<std::mutex> lock(traffic_mutex_);
+  taken_ = RankTraffic();
 }
 
 void RankEngine::Abort(const absl::Status& reason) {
@@ -124,6 +126,24 @@ absl::StatusOr<RankStepResult> RankEngine::RunStep(StepSlice slice, TokenShard s
       has_places ? (*step)->ComputeInTurn(std::move(turn), deadline) : (*step)->Compute();
   if (!status.ok()) return status;
   return (*step)->Finish(deadline);
+}
+
+RankTraffic RankEngine::TakeTraffic() {
+  RankTraffic traffic;
+  if (communicator_ == nullptr) return traffic;
+  const std::lock_guard<std::mutex> lock(traffic_mutex_);
+  const auto take = [](std::vector<int64_t> now, std::vector<int64_t>* before) {
+    before->resize(now.size());
+    for (size_t peer = 0; peer < now.size(); ++peer) {
+      const int64_t sum = now[peer];
+      now[peer] -= (*before)[peer];
+      (*before)[peer] = sum;
+    }
+    return now;
+  };
+  traffic.bytes_sent = take(communicator_->bytes_sent(), &taken_.bytes_sent);
+  traffic.wait_nanos = take(communicator_->wait_nanos(), &taken_.wait_nanos);
+  return traffic;
 }
 
 const RankEngine::Layer* RankEngine::FindLayer(const std::string& model, int32_t layer) const {

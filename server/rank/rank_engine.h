@@ -5,7 +5,9 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
@@ -31,10 +33,18 @@ struct RankEngineOptions {
   ActivationFormat format = ActivationFormat::kContiguous;  // of the rows given to the kernels
 };
 
+// What a rank's communicator moved, by peer.
+struct RankTraffic {
+  std::vector<int64_t> bytes_sent;  // [ep_size], or empty: nothing
+  std::vector<int64_t> wait_nanos;  // the same
+};
+
 struct RankStepResult {
   ShardOutput output;
   StepTimings timings;
   int64_t num_expert_rows = 0;  // that its experts computed
+  // Since the last step of the epoch that ended well: with steps side by side, maybe another's.
+  RankTraffic traffic;
 };
 
 class RankStep;
@@ -110,6 +120,7 @@ class RankEngine {
     std::unique_ptr<SharedExperts> shared;   // null when the layer has none
   };
 
+  RankTraffic TakeTraffic();
   const Layer* FindLayer(const std::string& model, int32_t layer) const;
 
   const RankEngineOptions options_;
@@ -120,6 +131,8 @@ class RankEngine {
   uint64_t incarnation_ = 0;
   uint64_t epoch_ = 0;
   std::unique_ptr<Communicator> communicator_;
+  std::mutex traffic_mutex_;
+  RankTraffic taken_;  // of this epoch, so far
 };
 
 }  // namespace expertmesh

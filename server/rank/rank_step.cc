@@ -254,6 +254,7 @@ absl::StatusOr<RankStepResult> RankStep::Finish(absl::Time deadline) {
   result.output = std::move(output_);
   result.timings = Timings();
   result.num_expert_rows = num_expert_rows_;
+  result.traffic = engine_.TakeTraffic();
   return result;
 }
 

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "expertmesh/v1/admin.grpc.pb.h"
 #include "grpcpp/server_context.h"
@@ -89,6 +90,10 @@ v1::RankState StateToWire(MemberState state) {
   switch (state) {
     case MemberState::kMissing:
       return v1::RANK_STATE_MISSING;
+    case MemberState::kLost:
+      return v1::RANK_STATE_LOST;
+    case MemberState::kLoading:
+      return v1::RANK_STATE_LOADING;
     case MemberState::kJoined:
     case MemberState::kStandingBy:
     case MemberState::kForming:
@@ -121,11 +126,28 @@ void FillControlStatus(const ControlSnapshot& snapshot, v1::GetStatusResponse* r
   response->set_num_requests_failed(snapshot.calls_failed + snapshot.calls_refused);
 }
 
+void FillUsage(const GroupUsage& usage, v1::GetStatusResponse* response) {
+  const std::vector<RankUsage> ranks = usage.Snapshot();
+  response->set_load_imbalance(LoadImbalance(ranks));
+  if (response->epoch() != 0) {
+    response->set_epoch_age_micros(absl::ToInt64Microseconds(absl::Now() - usage.epoch_formed()));
+  }
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    v1::RankStatus* out = response->mutable_ranks(static_cast<int>(rank));
+    out->set_num_steps(ranks[rank].epoch.num_steps);
+    out->set_num_expert_rows(ranks[rank].epoch.num_expert_rows);
+    out->set_compute_micros(ranks[rank].epoch.compute_micros);
+  }
+}
+
 void FillMemberStatus(absl::Span<const MemberView> members, v1::GetStatusResponse* response) {
   for (size_t rank = 0; rank < members.size(); ++rank) {
     const MemberView& member = members[rank];
     v1::RankStatus* out = response->add_ranks();
     out->set_ep_rank(static_cast<int32_t>(rank));
+    out->set_memory_used_bytes(member.memory_used_bytes);
+    out->set_memory_limit_bytes(member.memory_limit_bytes);
+    out->set_load_progress(member.load_progress);
     out->set_address(member.address);
     out->set_state(StateToWire(member.state));
     out->set_num_experts(member.num_experts);
@@ -134,10 +156,13 @@ void FillMemberStatus(absl::Span<const MemberView> members, v1::GetStatusRespons
     out->set_instruction_set(member.instruction_set);
     if (member.state == MemberState::kMissing) {
       out->set_detail("no expert server with this number has joined");
-    } else {
-      out->set_load_progress(1);
+    } else if (member.state == MemberState::kLost) {
+      out->set_detail(
+          absl::StrCat(absl::FormatDuration(absl::Trunc(member.lost_age, absl::Milliseconds(100))),
+                       " ago: ", member.lost_why));
+    } else if (member.state == MemberState::kForming) {
+      out->set_detail("forming an epoch");
     }
-    if (member.state == MemberState::kForming) out->set_detail("forming an epoch");
   }
 }
 

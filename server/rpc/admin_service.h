@@ -8,6 +8,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "expertmesh/v1/admin.pb.h"
+#include "server/cluster/group_usage.h"
 #include "server/cluster/membership.h"
 #include "server/control/control_observer.h"
 #include "server/ops/server_metrics.h"
@@ -34,6 +35,9 @@ std::unique_ptr<grpc::Service> NewAdminService(AdminServiceOptions options);
 
 // What control/ knows of a GetStatusResponse.
 void FillControlStatus(const ControlSnapshot& snapshot, v1::GetStatusResponse* response);
+
+// What ranks did in this epoch; after the ranks and the epoch were filled in.
+void FillUsage(const GroupUsage& usage, v1::GetStatusResponse* response);
 
 // What cluster/ knows of ranks that are processes.
 void FillMemberStatus(absl::Span<const MemberView> members, v1::GetStatusResponse* response);

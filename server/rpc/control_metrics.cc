@@ -9,6 +9,7 @@ void ControlMetrics::OnStep(const StepRecord& record) {
     return;
   }
   metrics_->steps.Increment();
+  expert_load_.Count(record.model, record.layer, record.tokens_per_expert);
   if (record.is_inline) metrics_->inline_steps.Increment();
   metrics_->step_tokens.Observe(static_cast<double>(record.num_tokens));
   metrics_->step_requests.Observe(record.num_calls);

@@ -3,6 +3,7 @@
 
 #include "server/control/control_observer.h"
 #include "server/ops/server_metrics.h"
+#include "server/rpc/expert_load.h"
 
 namespace expertmesh {
 
@@ -12,9 +13,11 @@ class ControlMetrics final : public ControlObserver {
   explicit ControlMetrics(const ServerMetrics* metrics) : metrics_(metrics) {}
   void OnStep(const StepRecord& record) override;
   void OnCallDone(const CallRecord&) override {}
+  const ExpertLoad& expert_load() const { return expert_load_; }
 
  private:
   const ServerMetrics* metrics_;
+  ExpertLoad expert_load_;
 };
 
 // Sets the gauges of what is queued and in flight.

@@ -11,15 +11,16 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "expertmesh/v1/rank.grpc.pb.h"
-#include "grpcpp/create_channel.h"
+#include "grpcpp/channel.h"
 #include "grpcpp/generic/generic_stub.h"
-#include "grpcpp/security/credentials.h"
+#include "server/cluster/memory_need.h"
 #include "server/comm/in_process_communicator.h"
 #include "server/comm/tcp_communicator.h"
 #include "server/ops/call_error.h"
 #include "server/ops/logging.h"
 #include "server/rpc/forward_encoder.h"
 #include "server/rpc/grpc_rendezvous_store.h"
+#include "server/rpc/rank_channel.h"
 #include "server/rpc/rank_service.h"
 #include "server/rpc/rank_session.h"
 #include "server/rpc/status_mapping.h"
@@ -30,27 +31,6 @@ namespace {
 constexpr absl::Duration kMinBackoff = absl::Milliseconds(50);
 constexpr absl::Duration kMaxBackoff = absl::Seconds(1);
 constexpr absl::Duration kJoinCallTimeout = absl::Seconds(5);
-constexpr int kReadChunkBytes = 1 << 20;
-constexpr int kMinReadChunkBytes = 64 << 10;
-
-std::shared_ptr<grpc::Channel> NewChannel(const ExpertRankOptions& options, bool of_its_own) {
-  grpc::ChannelArguments args;
-  args.SetMaxReceiveMessageSize(-1);
-  args.SetMaxSendMessageSize(-1);
-  args.SetInt("grpc.experimental.tcp_read_chunk_size", kReadChunkBytes);
-  args.SetInt("grpc.experimental.tcp_min_read_chunk_size", kMinReadChunkBytes);
-  args.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
-  args.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
-  args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
-  args.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 500);
-  // Else all channels to one address share a connection.
-  if (of_its_own) args.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::InsecureChannelCredentials();
-  if (!options.tls_ca.empty()) {
-    credentials = grpc::SslCredentials({options.tls_ca, options.tls_key, options.tls_certificate});
-  }
-  return grpc::CreateCustomChannel(options.control_plane, credentials, args);
-}
 
 // Whether another try may have another answer.
 bool MayRetry(const absl::Status& status) {
@@ -104,6 +84,11 @@ struct ExpertRank::Impl {
   std::shared_ptr<GrpcRendezvousStore> store;  // while forming
   std::atomic<bool> give_up{false};            // forming
 
+  // For heartbeats.
+  std::atomic<v1::RankState> state{v1::RANK_STATE_STANDING_BY};
+  std::atomic<uint64_t> epoch{0};
+  std::atomic<uint64_t> step{0};
+
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
   bool stopped = false;
@@ -144,6 +129,8 @@ v1::JoinRequest ExpertRank::Impl::MakeJoinRequest() const {
   request.set_instruction_set(options.engine->backend().instruction_set());
   request.set_device("cpu");
   request.set_weight_bytes(options.engine->weight_bytes());
+  const int64_t free_bytes = AvailableMemoryBytes().value_or(0);
+  request.set_memory_limit_bytes(free_bytes == 0 ? 0 : free_bytes + ResidentMemoryBytes());
   for (const ModelManifest& manifest : options.models) {
     v1::ModelManifest& model = *request.add_models();
     model.set_model(manifest.model);
@@ -169,8 +156,8 @@ absl::StatusOr<v1::JoinResponse> ExpertRank::Impl::Join() {
 
 absl::Status ExpertRank::Run() {
   Impl& impl = *impl_;
-  const std::string& address = impl.options.control_plane;
-  impl.channel = NewChannel(impl.options, /*of_its_own=*/false);
+  const std::string& address = impl.options.link.control_plane;
+  impl.channel = NewRankChannel(impl.options.link, /*own_connection=*/false);
   impl.stub = v1::RankService::NewStub(impl.channel);
   bool was_member = false;
   absl::Time failing_since = absl::InfinitePast();
@@ -255,11 +242,12 @@ void ExpertRank::Impl::SendHeartbeats(const v1::JoinResponse& membership) {
       std::max(absl::Milliseconds(1), absl::Microseconds(membership.heartbeat_interval_micros()));
   const absl::Duration timeout = absl::Microseconds(membership.heartbeat_timeout_micros());
   const std::unique_ptr<v1::RankService::Stub> own_stub =
-      v1::RankService::NewStub(NewChannel(options, /*of_its_own=*/true));
+      v1::RankService::NewStub(NewRankChannel(options.link, /*own_connection=*/true));
   v1::HeartbeatRequest request;
   request.set_incarnation(membership.incarnation());
   request.set_member_id(membership.member_id());
   request.set_ep_rank(options.engine->ep_rank());
+  request.set_load_progress(1);
   absl::Time last_answer = absl::Now();
   std::unique_lock<std::mutex> lock(mutex);
   while (session != nullptr) {
@@ -267,6 +255,10 @@ void ExpertRank::Impl::SendHeartbeats(const v1::JoinResponse& membership) {
     context.set_deadline(absl::ToChronoTime(absl::Now() + timeout));
     heartbeat_call = &context;
     lock.unlock();
+    request.set_state(state);
+    request.set_epoch(epoch);
+    request.set_step(step);
+    request.set_memory_used_bytes(ResidentMemoryBytes());
     v1::HeartbeatResponse response;
     const grpc::Status status = own_stub->Heartbeat(&context, request, &response);
     lock.lock();
@@ -373,12 +365,15 @@ absl::Status ExpertRank::Impl::FormEpoch(const v1::EpochBegin& begin,
   const std::lock_guard<std::mutex> lock(epoch_mutex);
   store = nullptr;
   engine.EnterEpoch(begin.incarnation(), begin.epoch(), std::move(communicator));
+  epoch = begin.epoch();
+  state = v1::RANK_STATE_ACTIVE;
   return absl::OkStatus();
 }
 
 void ExpertRank::Impl::AbortEpoch(const absl::Status& reason) {
   const std::lock_guard<std::mutex> lock(epoch_mutex);
   give_up = true;
+  if (epoch != 0) state = v1::RANK_STATE_TEARING_DOWN;
   if (store != nullptr) store->Cancel();
   options.engine->Abort(reason);
 }
@@ -396,10 +391,13 @@ void ExpertRank::Impl::DropEpoch(const absl::Status& reason) {
   }
   const std::lock_guard<std::mutex> lock(epoch_mutex);
   options.engine->EnterEpoch(0, 0, nullptr);
+  epoch = 0;
+  state = v1::RANK_STATE_STANDING_BY;
 }
 
 grpc::ByteBuffer ExpertRank::Impl::RunStep(ReceivedSlice received, ComputeTurns::Turn turn) {
   const StepHeader header = received.slice.header;
+  step = header.step;
   const int64_t hidden_size = received.hidden_size;
   RankEngine& engine = *options.engine;
   received.slice.ep_rank = engine.ep_rank();

@@ -12,16 +12,12 @@
 #include "kernels/base/buffer.h"
 #include "server/cluster/membership.h"
 #include "server/rank/rank_engine.h"
+#include "server/rpc/rank_channel.h"
 
 namespace expertmesh {
 
 struct ExpertRankOptions {
-  std::string control_plane;  // host:port of its rank listener
-  // PEM texts; with a CA the control plane must show a certificate of it, and is shown ours.
-  std::string tls_certificate;
-  std::string tls_key;
-  std::string tls_ca;
-
+  RankLink link;
   RankEngine* engine = nullptr;          // loaded; outlives the rank, which alone uses it
   std::shared_ptr<Allocator> allocator;  // host memory for what is received
   std::vector<ModelManifest> models;

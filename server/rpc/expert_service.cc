@@ -116,6 +116,7 @@ class ExpertServiceImpl final : public RawForward {
       }
       response->set_incarnation(backend->group->incarnation());
       response->set_epoch(backend->group->epoch());
+      response->set_instruction_set(backend->group->instruction_set());
     }
     response->set_ready(Ready());
     return absl::OkStatus();

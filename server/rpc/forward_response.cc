@@ -14,7 +14,7 @@ void FillServedBy(const ForwardAnswerInfo& info, const ServingBackend& backend,
   served_by->set_incarnation(backend.group->incarnation());
   served_by->set_epoch(backend.group->epoch());
   served_by->set_ep_size(backend.group->ep_size());
-  served_by->set_instruction_set(backend.instruction_set);
+  served_by->set_instruction_set(backend.group->instruction_set());
   served_by->set_fingerprint(info.model->fingerprint);
   served_by->set_placement_fingerprint(backend.placement_fingerprints.at(info.model));
 }

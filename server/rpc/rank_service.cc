@@ -18,6 +18,7 @@ namespace expertmesh {
 namespace {
 
 constexpr int kHeartbeatsPerTimeout = 5;
+constexpr size_t kMaxShownBytes = 128;  // of a text that people see
 constexpr size_t kMaxKeyBytes = 256;
 constexpr size_t kMaxValueBytes = 64 << 10;
 
@@ -30,6 +31,7 @@ RankOffer OfferOf(const v1::JoinRequest& request) {
   offer.address = request.comm_address();
   offer.instruction_set = request.instruction_set();
   offer.weight_bytes = request.weight_bytes();
+  offer.memory_limit_bytes = request.memory_limit_bytes();
   for (const v1::ModelManifest& model : request.models()) {
     ModelManifest& manifest = offer.models.emplace_back();
     manifest.model = model.model();
@@ -41,6 +43,17 @@ RankOffer OfferOf(const v1::JoinRequest& request) {
     }
   }
   return offer;
+}
+
+RankAnnouncement AnnouncementOf(const v1::HeartbeatRequest& request) {
+  RankAnnouncement announcement;
+  announcement.ep_rank = request.ep_rank();
+  announcement.ep_size = request.ep_size();
+  announcement.address = request.comm_address().substr(0, kMaxShownBytes);
+  announcement.instruction_set = request.instruction_set().substr(0, kMaxShownBytes);
+  announcement.memory_used_bytes = request.memory_used_bytes();
+  announcement.load_progress = request.load_progress();
+  return announcement;
 }
 
 // Waits for a key until it is set, its epoch ends or the caller gives up.
@@ -101,10 +114,8 @@ class RankServiceImpl final : public RankServiceBase {
       if (status.ok()) response->set_member_id(*member_id);
     }
     response->set_incarnation(group().incarnation());
-    const absl::Duration timeout = group().heartbeat_timeout();
-    response->set_heartbeat_interval_micros(
-        absl::ToInt64Microseconds(timeout / kHeartbeatsPerTimeout));
-    response->set_heartbeat_timeout_micros(absl::ToInt64Microseconds(timeout));
+    response->set_heartbeat_interval_micros(HeartbeatIntervalMicros());
+    response->set_heartbeat_timeout_micros(absl::ToInt64Microseconds(group().heartbeat_timeout()));
     response->set_step_timeout_micros(absl::ToInt64Microseconds(group().step_timeout()));
     response->set_max_step_tokens(options_.max_step_tokens);
     return Answer(context, status);
@@ -120,8 +131,16 @@ class RankServiceImpl final : public RankServiceBase {
                                       v1::HeartbeatResponse* response) override {
     absl::Status status = CheckPeer(*context);
     if (status.ok()) {
-      // Not being a member is an answer, not an error of the call.
-      response->set_member(group().Heartbeat(request->incarnation(), request->member_id()).ok());
+      if (request->member_id() == 0) {
+        status = group().Announce(AnnouncementOf(*request));
+      } else {
+        // Not being a member is an answer, not an error of the call.
+        response->set_member(group()
+                                 .Heartbeat(request->incarnation(), request->member_id(),
+                                            request->memory_used_bytes())
+                                 .ok());
+      }
+      response->set_heartbeat_interval_micros(HeartbeatIntervalMicros());
       response->set_incarnation(group().incarnation());
       response->set_epoch(group().epoch());
     }
@@ -164,6 +183,10 @@ class RankServiceImpl final : public RankServiceBase {
 
  private:
   RemoteExpertGroup& group() const { return *options_.group; }
+
+  int64_t HeartbeatIntervalMicros() const {
+    return absl::ToInt64Microseconds(group().heartbeat_timeout() / kHeartbeatsPerTimeout);
+  }
 
   static grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context,
                                           const absl::Status& status) {

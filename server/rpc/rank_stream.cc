@@ -244,6 +244,8 @@ absl::Status RankStream::HandleResult(ReceivedResult result) {
   const auto rows = std::make_shared<ReceivedRows>(group_->allocator(), std::move(result.output));
   RankStepResult output;
   output.timings = result.timings;
+  output.num_expert_rows = result.num_expert_rows;
+  output.traffic = std::move(result.traffic);
   output.output.num_rows = result.num_rows;
   output.output.rows = rows->rows.data();
   output.output.arena = std::shared_ptr<StepArena>(rows, &rows->arena);

@@ -25,7 +25,6 @@ struct ServingBackend {
   int64_t max_step_tokens = 0;
   int64_t max_rank_pairs = 0;
   int64_t max_num_tokens = 0;  // of kAllToAllFixedCapacity
-  std::string instruction_set;
   std::map<const ModelSpec*, std::string> placement_fingerprints;  // of each model served
 };
 

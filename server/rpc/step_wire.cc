@@ -235,6 +235,10 @@ absl::StatusOr<grpc::ByteBuffer> EncodeStepResult(const StepHeader& header, int6
   wire.mutable_timings()->set_dispatch_micros(result->timings.dispatch_micros);
   wire.mutable_timings()->set_compute_micros(result->timings.compute_micros);
   wire.mutable_timings()->set_combine_micros(result->timings.combine_micros);
+  wire.set_num_expert_rows(result->num_expert_rows);
+  const RankTraffic& traffic = result->traffic;
+  wire.mutable_bytes_sent()->Add(traffic.bytes_sent.begin(), traffic.bytes_sent.end());
+  wire.mutable_wait_nanos()->Add(traffic.wait_nanos.begin(), traffic.wait_nanos.end());
   const ShardOutput& output = result->output;
   const std::optional<int64_t> size_bytes =
       CheckedSizeProduct({output.num_rows, hidden_size, DTypeBytes(header.output_dtype)});
@@ -261,6 +265,9 @@ absl::StatusOr<ReceivedEvent> DecodeEvent(grpc::ByteBuffer* message, Allocator* 
   received.step = wire.step();
   received.timings = {wire.timings().dispatch_micros(), wire.timings().compute_micros(),
                       wire.timings().combine_micros()};
+  received.num_expert_rows = wire.num_expert_rows();
+  received.traffic.bytes_sent.assign(wire.bytes_sent().begin(), wire.bytes_sent().end());
+  received.traffic.wait_nanos.assign(wire.wait_nanos().begin(), wire.wait_nanos().end());
   received.status = FromRpcStatus(wire.status());
   if (!received.status.ok()) return event;
   status = CheckRows("result.output", wire.output(), parts->payload);

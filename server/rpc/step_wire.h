@@ -52,6 +52,8 @@ struct ReceivedResult {
   uint64_t step = 0;
   absl::Status status;
   StepTimings timings;
+  int64_t num_expert_rows = 0;
+  RankTraffic traffic;
   // OK: [num_rows, hidden_size] in dtype.
   DType dtype = DType::kInvalid;
   int64_t num_rows = 0;

@@ -51,6 +51,33 @@ TEST_P(CommunicatorConformance, ManyRoundsOfRandomSizes) {
   }
 }
 
+// Whoever stands at an operation waits for the rank that comes last, and its clock says for how
+// long.
+TEST_P(CommunicatorConformance, CountsTheWaitForALateRank) {
+  if (GetParam().drive == CommunicatorDrive::kThreadedStreams) {
+    GTEST_SKIP() << "nobody knows when a stream's thread reaches an operation";
+  }
+  EXPECT_THAT(ranks_[0].communicator->wait_nanos(), ::testing::Each(0));
+  PrepareAllToAll(EqualBytes(100), 1);
+  const int32_t last = ep_size() - 1;
+  for (int32_t self = 0; self < last; ++self) {
+    ASSERT_TRUE(PostAllToAll(self, MakeTag(1, 0)).ok());
+  }
+  const absl::Time all_wait = absl::Now();
+  while (absl::Now() < all_wait + absl::Milliseconds(20)) {
+  }
+  const int64_t waited = absl::ToInt64Nanoseconds(absl::Now() - all_wait);
+  ASSERT_TRUE(PostAllToAll(last, MakeTag(1, 0)).ok());
+  for (int32_t self = 0; self < ep_size(); ++self) {
+    ASSERT_TRUE(ranks_[self].stream->Wait(Soon()).ok());
+    const std::vector<int64_t> waits = ranks_[self].communicator->wait_nanos();
+    EXPECT_EQ(waits[self], 0);
+    EXPECT_THAT(waits, ::testing::Each(::testing::Ge(0)));
+    if (self == last) continue;
+    EXPECT_GE(waits[last], waited * 9 / 10) << "rank " << self;
+  }
+}
+
 // The second operation is posted before anyone waited for the first, and reads what that received.
 TEST_P(CommunicatorConformance, FollowsTheOrderOfItsStream) {
   const auto bytes = EqualBytes(40);

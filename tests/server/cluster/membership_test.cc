@@ -169,6 +169,80 @@ TEST(MembershipTest, RefusalsNameTheirReasonAndHarmNothing) {
   EXPECT_TRUE(membership.TakeActions().empty());
 }
 
+TEST(MembershipTest, ARankOfAnotherInstructionSetIsRefused) {
+  Group group(3, 6);
+  Membership& membership = group.membership();
+  RankOffer offer = group.Offer(2, 1);
+  offer.instruction_set = "avx2";
+  ASSERT_TRUE(membership.Join(offer).ok());
+  offer = group.Offer(0, 2);
+  offer.instruction_set = "avx512_bf16";
+  const absl::Status status = membership.Join(offer).status();
+  EXPECT_EQ(ReasonOf(status), ErrorReason::kWrongInstructionSet) << status;
+  for (const char* text : {"rank 0", "avx512_bf16", "rank 2", "avx2", "--isa"}) {
+    EXPECT_THAT(std::string(status.message()), HasSubstr(text));
+  }
+  // The only member may come back with another one; then that is the group's.
+  offer = group.Offer(2, 1);
+  offer.instruction_set = "portable";
+  EXPECT_TRUE(membership.Join(offer).ok());
+  offer = group.Offer(0, 2);
+  offer.instruction_set = "portable";
+  EXPECT_TRUE(membership.Join(offer).ok());
+}
+
+TEST(MembershipTest, ViewTellsWhoIsLoadingAndWhyOthersWereLost) {
+  Group group(2, 6);
+  Membership& membership = group.membership();
+  EXPECT_EQ(membership.View()[0].state, MemberState::kMissing);
+  RankAnnouncement coming{.ep_rank = 1, .ep_size = 2, .address = "here", .instruction_set = "avx2"};
+  coming.load_progress = 0.37;
+  coming.memory_used_bytes = 1234;
+  EXPECT_TRUE(membership.Announce(coming).value());
+  EXPECT_FALSE(membership.Announce(coming).value()) << "not the first one";
+  MemberView view = membership.View()[1];
+  EXPECT_EQ(view.state, MemberState::kLoading);
+  EXPECT_EQ(view.load_progress, 0.37);
+  EXPECT_EQ(view.memory_used_bytes, 1234);
+  EXPECT_EQ(view.address, "here");
+  EXPECT_EQ(view.instruction_set, "avx2");
+  EXPECT_TRUE(membership.TakeActions().empty());
+  EXPECT_EQ(membership.next_deadline(), absl::InfiniteFuture());
+  group.clock.Advance(kHeartbeatTimeout);
+  EXPECT_EQ(membership.View()[1].state, MemberState::kMissing);
+  EXPECT_TRUE(membership.Announce(coming).value());
+
+  const std::vector<uint64_t> ids = group.Stand();
+  EXPECT_TRUE(membership.Heartbeat(kIncarnation, ids[1], 5678).ok());
+  view = membership.View()[1];
+  EXPECT_EQ(view.state, MemberState::kActive);
+  EXPECT_EQ(view.memory_used_bytes, 5678);
+  EXPECT_EQ(view.load_progress, 1);
+  // An announcement of another process changes nothing for a member.
+  EXPECT_TRUE(membership.Announce(coming).ok());
+  EXPECT_EQ(membership.View()[1].state, MemberState::kActive);
+  EXPECT_EQ(membership.epoch(), 1u);
+
+  group.clock.Advance(kHeartbeatTimeout);
+  EXPECT_TRUE(membership.Heartbeat(kIncarnation, ids[0]).ok());
+  membership.Lose(ids[1], absl::UnavailableError("its stream ended"));
+  group.clock.Advance(absl::Seconds(1));
+  view = membership.View()[1];
+  EXPECT_EQ(view.state, MemberState::kLost);
+  EXPECT_EQ(view.lost_why, "its stream ended");
+  EXPECT_EQ(view.lost_age, absl::Seconds(1));
+  EXPECT_TRUE(membership.Announce(coming).ok());
+  EXPECT_EQ(membership.View()[1].state, MemberState::kLoading);
+
+  coming.ep_size = 3;
+  EXPECT_EQ(ReasonOf(membership.Announce(coming).status()), ErrorReason::kWrongEpSize);
+  coming.ep_size = 2;
+  for (const int32_t rank : {-1, 2}) {
+    coming.ep_rank = rank;
+    EXPECT_EQ(ReasonOf(membership.Announce(coming).status()), ErrorReason::kInvalidField);
+  }
+}
+
 TEST(MembershipTest, TheNextEpochWaitsForEverySurvivorsTeardown) {
   Group group(3, 6);
   Membership& membership = group.membership();
@@ -207,7 +281,7 @@ TEST(MembershipTest, ALateHeartbeatLosesTheMember) {
   group.clock.Advance(absl::Milliseconds(1));
   membership.Tick();
   EXPECT_EQ(membership.epoch(), 0u);
-  EXPECT_EQ(membership.View()[1].state, MemberState::kMissing);
+  EXPECT_EQ(membership.View()[1].state, MemberState::kLost);
   EXPECT_EQ(membership.View()[0].state, MemberState::kTearingDown);
   EXPECT_EQ(ReasonOf(membership.Heartbeat(kIncarnation, ids[1])), ErrorReason::kStaleEpoch);
 }
@@ -262,7 +336,7 @@ TEST(MembershipTest, WhoDoesNotFormOrDropAnEpochInTimeDoesNotHoldUpTheOthers) {
   membership.EpochDown(ids[0], 1);
   EXPECT_EQ(membership.View()[1].state, MemberState::kTearingDown);
   live(absl::Seconds(3));
-  EXPECT_EQ(membership.View()[1].state, MemberState::kMissing);
+  EXPECT_EQ(membership.View()[1].state, MemberState::kLost);
   EXPECT_EQ(membership.View()[0].state, MemberState::kStandingBy);
 }
 

@@ -98,6 +98,27 @@ TEST(MetricsTest, RefreshesBeforeEveryRead) {
   EXPECT_THAT(registry.Serialize(), HasSubstr("g 2"));
 }
 
+TEST(MetricsTest, CollectedFamiliesAreThoseOfTheMoment) {
+  MetricsRegistry registry;
+  registry.AddCounter("c_total", "help", {}).Increment(7);
+  double value = 1;
+  registry.SetCollector([&value] {
+    return std::vector<MetricFamily>{
+        {"g", "a gauge", MetricFamily::Kind::kGauge, {{{{"a", "x"}}, value}}},
+        {"d_total", "a counter", MetricFamily::Kind::kCounter, {{{}, 2 * value}}}};
+  });
+  std::string text = registry.Serialize();
+  EXPECT_THAT(text, HasSubstr("c_total 7"));
+  EXPECT_THAT(text, HasSubstr("# HELP g a gauge\n# TYPE g gauge\ng{a=\"x\"} 1"));
+  EXPECT_THAT(text, HasSubstr("# TYPE d_total counter\nd_total 2"));
+  value = 3;
+  EXPECT_THAT(registry.Serialize(), HasSubstr("d_total 6"));
+  registry.SetCollector(nullptr);
+  text = registry.Serialize();
+  EXPECT_THAT(text, Not(HasSubstr("d_total")));
+  EXPECT_THAT(text, HasSubstr("c_total 7"));
+}
+
 TEST(MetricsTest, ExponentialBounds) {
   EXPECT_THAT(ExponentialBounds(1, 2, 4), testing::ElementsAre(1, 2, 4, 8));
 }

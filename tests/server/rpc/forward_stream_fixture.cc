@@ -188,7 +188,6 @@ void StreamServer::Serve() {
   backend.group = &group_;
   backend.validator = &validator_;
   backend.routers = &routers_;
-  backend.instruction_set = "none";
   backend.placement_fingerprints[&model_] = "here";
   state_.StartServing(backend);
 }

@@ -201,6 +201,8 @@ absl::StatusOr<grpc::ByteBuffer> ExampleResult(StepArena* arena, int64_t num_row
   result.output.rows = rows;
   result.output.num_rows = num_rows;
   result.timings = {10, 20, 30};
+  result.num_expert_rows = 77;
+  result.traffic = {{0, 5'000'000'000, 1}, {0, 0, 250}};
   return EncodeStepResult(header, kHiddenSize, std::move(result));
 }
 
@@ -221,6 +223,9 @@ TEST(StepWireTest, ResultsComeAsTheyWereSent) {
     EXPECT_EQ(result.epoch, 4u);
     EXPECT_EQ(result.step, 5u);
     EXPECT_EQ(result.timings.compute_micros, 20);
+    EXPECT_EQ(result.num_expert_rows, 77);
+    EXPECT_EQ(result.traffic.bytes_sent, (std::vector<int64_t>{0, 5'000'000'000, 1}));
+    EXPECT_EQ(result.traffic.wait_nanos, (std::vector<int64_t>{0, 0, 250}));
     EXPECT_EQ(result.dtype, DType::kFloat32);
     EXPECT_EQ(result.num_rows, num_rows);
     EXPECT_EQ(result.hidden_size, kHiddenSize);

@@ -1,0 +1,33 @@
+#include "server/rpc/rank_channel.h"
+
+#include "grpcpp/create_channel.h"
+#include "grpcpp/security/credentials.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr int kReadChunkBytes = 1 << 20;
+constexpr int kMinReadChunkBytes = 64 << 10;
+
+}  // namespace
+
+std::shared_ptr<grpc::Channel> NewRankChannel(const RankLink& link, bool own_connection) {
+  grpc::ChannelArguments args;
+  args.SetMaxReceiveMessageSize(-1);
+  args.SetMaxSendMessageSize(-1);
+  args.SetInt("grpc.experimental.tcp_read_chunk_size", kReadChunkBytes);
+  args.SetInt("grpc.experimental.tcp_min_read_chunk_size", kMinReadChunkBytes);
+  args.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
+  args.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
+  args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
+  args.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 500);
+  // Else all channels to one address share a connection.
+  if (own_connection) args.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::InsecureChannelCredentials();
+  if (!link.tls_ca.empty()) {
+    credentials = grpc::SslCredentials({link.tls_ca, link.tls_key, link.tls_certificate});
+  }
+  return grpc::CreateCustomChannel(link.control_plane, credentials, args);
+}
+
+}  // namespace expertmesh
