@@ -78,6 +78,9 @@ ABSL_FLAG(absl::Duration, max_deadline, absl::Seconds(60),
           "Deadline of a call that brings none, and the most that one may bring.");
 ABSL_FLAG(absl::Duration, step_timeout, absl::Seconds(30),
           "A step that takes longer ends its epoch.");
+ABSL_FLAG(int, lanes, 2,
+          "Steps in flight at once over ranks that are processes: while one step's rows are on the "
+          "wire another one's experts compute. 1 to 4; no byte of a result depends on it.");
 ABSL_FLAG(absl::Duration, keepalive_time, absl::Minutes(1),
           "A connection that is silent for that long is asked for a sign of life.");
 ABSL_FLAG(absl::Duration, keepalive_timeout, absl::Seconds(20),
@@ -159,6 +162,8 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
         CheckPositive("max_deadline", absl::GetFlag(FLAGS_max_deadline)),
         CheckPositive("heartbeat_timeout", absl::GetFlag(FLAGS_heartbeat_timeout)),
         CheckPositive("step_timeout", absl::GetFlag(FLAGS_step_timeout)),
+        CheckPositive("lanes", absl::GetFlag(FLAGS_lanes)),
+        CheckAtMost("lanes", absl::GetFlag(FLAGS_lanes), kMaxLanes),
         CheckPositive("keepalive_time", absl::GetFlag(FLAGS_keepalive_time)),
         CheckPositive("keepalive_timeout", absl::GetFlag(FLAGS_keepalive_timeout)),
         CheckNotNegative("drain_timeout", absl::GetFlag(FLAGS_drain_timeout)),
@@ -211,6 +216,7 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
   options.controller.max_num_tokens = absl::GetFlag(FLAGS_max_num_tokens);
   options.controller.max_deadline = absl::GetFlag(FLAGS_max_deadline);
   options.controller.step_timeout = absl::GetFlag(FLAGS_step_timeout);
+  options.controller.lanes = absl::GetFlag(FLAGS_lanes);
 
   options.server.listen = absl::GetFlag(FLAGS_listen);
   options.server.max_message_bytes = absl::GetFlag(FLAGS_max_message_bytes).bytes;

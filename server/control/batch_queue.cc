@@ -66,15 +66,8 @@ StepBatch BatchQueue::Take(int64_t max_tokens) {
     repeats_.pop_front();
     return batch;
   }
-  const std::list<CallPtr>* oldest = nullptr;
-  for (const auto& [key, queue] : queues_) {
-    if (oldest == nullptr || WaitsLonger(LongestWaiting(queue), LongestWaiting(*oldest))) {
-      oldest = &queue;
-    }
-  }
-  assert(oldest != nullptr);
   int64_t num_tokens = 0;
-  for (const CallPtr& call : *oldest) {
+  for (const CallPtr& call : Oldest()) {
     if (num_tokens >= max_tokens) break;
     ++call->num_pins;
     num_tokens += call->num_unassigned_tokens();
@@ -82,6 +75,32 @@ StepBatch BatchQueue::Take(int64_t max_tokens) {
         {call, call->num_assigned_tokens, call->num_unassigned_tokens(), call->waiting_since});
   }
   return batch;
+}
+
+const std::list<CallPtr>& BatchQueue::Oldest() const {
+  const std::list<CallPtr>* oldest = nullptr;
+  for (const auto& [key, queue] : queues_) {
+    if (oldest == nullptr || WaitsLonger(LongestWaiting(queue), LongestWaiting(*oldest))) {
+      oldest = &queue;
+    }
+  }
+  assert(oldest != nullptr);
+  return *oldest;
+}
+
+BatchQueue::Outlook BatchQueue::LookAhead(int64_t max_tokens) const {
+  Outlook outlook;
+  outlook.is_repeat = !repeats_.empty();
+  if (outlook.is_repeat) return outlook;
+  for (const CallPtr& call : Oldest()) {
+    if (outlook.num_tokens >= max_tokens) break;
+    outlook.key = &call->key;
+    const int32_t topk =
+        call->call->routing == RoutingKind::kTopK ? call->call->topk : call->key.layer->topk;
+    outlook.num_tokens += call->num_unassigned_tokens();
+    outlook.num_pairs += call->num_unassigned_tokens() * topk;
+  }
+  return outlook;
 }
 
 std::vector<CallPtr> BatchQueue::Assign(StepBatch& batch, int64_t num_tokens, absl::Time now) {

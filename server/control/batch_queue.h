@@ -26,6 +26,15 @@ class BatchQueue {
   // left. Pins the calls; candidates stay in their queue until Assign. Only when not empty.
   StepBatch Take(int64_t max_tokens);
 
+  // What Take would return, without calls: nothing changes.
+  struct Outlook {
+    bool is_repeat = false;
+    const BatchKey* key = nullptr;  // the rest only where it is no repeat
+    int64_t num_tokens = 0;         // may be more than `max_tokens`
+    int64_t num_pairs = 0;          // (token, k), those without an expert included
+  };
+  Outlook LookAhead(int64_t max_tokens) const;
+
   // The step takes the first `num_tokens` of the candidates. Calls whose last token that is leave
   // their queue; a call with a rest waits since `now`, behind other batches, and if it is the first
   // of the step, behind the others of its own queue: a long one must not make all small ones wait.
@@ -42,6 +51,8 @@ class BatchQueue {
 
  private:
   void Dequeue(PendingCall& call);
+  // The queue in which a call has waited longest. Only when there is one.
+  const std::list<CallPtr>& Oldest() const;
 
   std::deque<StepBatch> repeats_;
   std::map<BatchKey, std::list<CallPtr>> queues_;  // none of them empty

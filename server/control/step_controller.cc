@@ -23,6 +23,7 @@ absl::Status DrainingError() {
 StepController::StepController(const StepControllerOptions& options, ExpertGroup* group,
                                const RouterTable* routers, Clock* clock, ControlObserver* observer)
     : options_(options),
+      num_lanes_(std::max(1, std::min(options.lanes, group->max_lanes()))),
       group_(group),
       clock_(clock),
       observer_(observer),
@@ -92,7 +93,7 @@ ForwardCallId StepController::Submit(std::unique_ptr<ForwardCall> call, bool may
     return id;
   }
   queue_.Push(pending);
-  const bool wake = !running_;
+  const bool wake = !running_ || has_free_lane_;
   lock.unlock();
   if (wake) worker_cv_.notify_one();
   return id;
@@ -184,6 +185,12 @@ void StepController::WorkerLoop() {
       continue;
     }
     running_ = true;
+    if (num_lanes_ > 1) {
+      lock.unlock();
+      RunLanes();
+      lock.lock();
+      continue;
+    }
     Aftermath after;
     StepBatch batch = TakeBatch(clock_->Now(), after);
     lock.unlock();
@@ -209,14 +216,7 @@ void StepController::RunBatch(StepBatch batch, bool is_inline) {
   Aftermath after;
   StepRecord record;
   record.is_inline = is_inline;
-  record.attempt = batch.attempt;
-  RouteBatch(batch, record, after);
-  if (!batch.is_assigned && !batch.pieces.empty()) {
-    const int64_t num_tokens = runner_.CountFittingTokens(
-        batch.pieces, {options_.max_step_tokens, options_.max_rank_pairs});
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (const CallPtr& call : queue_.Assign(batch, num_tokens, clock_->Now())) Unpin(call, after);
-  }
+  PrepareBatch(batch, record, after);
   StepOutcome outcome;
   const bool is_empty = batch.pieces.empty();
   if (!is_empty) outcome = RunStep(batch, begun, record);
@@ -235,7 +235,17 @@ void StepController::RunBatch(StepBatch batch, bool is_inline) {
   Deliver(after);
 }
 
-StepOutcome StepController::RunStep(const StepBatch& batch, absl::Time begun, StepRecord& record) {
+void StepController::PrepareBatch(StepBatch& batch, StepRecord& record, Aftermath& after) {
+  record.attempt = batch.attempt;
+  RouteBatch(batch, record, after);
+  if (batch.is_assigned || batch.pieces.empty()) return;
+  const int64_t num_tokens =
+      runner_.CountFittingTokens(batch.pieces, {options_.max_step_tokens, options_.max_rank_pairs});
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const CallPtr& call : queue_.Assign(batch, num_tokens, clock_->Now())) Unpin(call, after);
+}
+
+bool StepController::Describe(const StepBatch& batch, absl::Time begun, StepRecord& record) const {
   for (const StepPiece& piece : batch.pieces) {
     PendingCall& call = *piece.call;
     if (!std::exchange(call.was_started, true)) {
@@ -250,9 +260,13 @@ StepOutcome StepController::RunStep(const StepBatch& batch, absl::Time begun, St
   record.layer = key.layer->index;
   record.num_calls = static_cast<int32_t>(batch.pieces.size());
   record.num_pairs = CountPairs(batch.pieces);
-  const bool is_small =
-      EstimateStepMicros(options_.cost, *key.model, *key.layer, record.num_tokens, record.num_pairs,
-                         key.include_shared_experts) <= options_.max_inline_micros;
+  return EstimateStepMicros(options_.cost, *key.model, *key.layer, record.num_tokens,
+                            record.num_pairs,
+                            key.include_shared_experts) <= options_.max_inline_micros;
+}
+
+StepOutcome StepController::RunStep(const StepBatch& batch, absl::Time begun, StepRecord& record) {
+  const bool is_small = Describe(batch, begun, record);
   StepOutcome outcome =
       runner_.Run(batch, record.is_inline || is_small, options_.step_timeout, record);
   if (observer_ != nullptr) observer_->OnStep(record);

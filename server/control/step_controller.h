@@ -3,6 +3,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -36,6 +37,12 @@ struct StepControllerOptions {
   double max_inline_micros = 250;
   StepCostModel cost;
   absl::Duration step_timeout = absl::Seconds(30);
+  // Steps in flight at once, at least 1; at most ExpertGroup::max_lanes() are.
+  int32_t lanes = 2;
+  // A step starts beside one of the same BatchKey only if it is full or has so many (token, k)
+  // pairs for each of the layer's experts: with fewer, reading weights is what takes the time, and
+  // calls that wait to be merged read them once.
+  int64_t min_lane_pairs_per_expert = 32;
   // Deadline of a call that brings none, and upper limit of those that do.
   absl::Duration max_deadline = absl::Seconds(300);
   // How long before its deadline a call that waits for an epoch is told so. At most a quarter of
@@ -45,14 +52,23 @@ struct StepControllerOptions {
   absl::Duration epoch_poll_interval = absl::Milliseconds(5);
 };
 
-// The control plane's sequencer: it runs one step at a time over one ExpertGroup, so that all
-// collectives have one total order.
+// The control plane's sequencer: it alone starts the steps of one ExpertGroup, one after the other,
+// so that all collectives have one total order.
 //
 // Whoever holds the run token runs steps: the worker thread, or a thread inside Submit for a small
 // step when nothing runs and nothing waits (a hand-off would cost more than the step). Calls of the
 // same model, layer and numerics (BatchKey) are merged up to max_step_tokens and max_rank_pairs,
 // larger ones are split. Between batches the call that has waited longest goes first; a split call
 // stands behind the others after each of its steps.
+//
+// Lanes. Over a group that takes several steps at once, the worker keeps up to `lanes` in flight:
+// it starts the next one while others run, and finishes them in the order in which they started.
+// Steps that overlap are different batches, or different pieces of one call; never halves of one
+// batch, which would read the weights twice. A step is promised a follower (ExpertGroup::StartStep)
+// only when that waits in the queue already; if it has gone when there is a lane for it (cancelled,
+// or nothing of it can be planned) the promise is taken back. A step that is repeated has the group
+// for itself: whatever was wrong with it is nobody else's. When a step fails, all that started
+// after it fail with it, as the epoch's end would have it, and are repeated in their order.
 //
 // Failures. A step that lost a rank or its time is replayed with a later epoch, at most twice, the
 // second time its calls one by one; then they fail with INTERNAL (STEP_FAILED). A step of several
@@ -87,9 +103,21 @@ class StepController : public ForwardController {
   void TimerLoop();
   // Holding the run token, unlocked. Gives it back.
   void RunBatch(StepBatch batch, bool is_inline);
+  // Holding the run token, by the worker, unlocked: steps that overlap, until none is left. Gives
+  // it back.
+  struct Lane;
+  void RunLanes();
+  void StartLane(StepBatch batch, std::deque<Lane>& lanes, bool& is_follower_promised);
+  void FinishOldestLane(std::deque<Lane>& lanes, bool& is_follower_promised);
+  // With mutex_: whether the queue's next batch starts now, beside those in flight.
+  bool MayStartLane(const std::deque<Lane>& lanes, bool is_follower_promised) const;
+  bool IsWorthALane(const BatchKey& beside) const;
+  // Routes the batch and takes of it what fits a step.
+  void PrepareBatch(StepBatch& batch, StepRecord& record, Aftermath& after);
   // Routes what is not routed yet; calls that fail are completed and leave the batch.
   void RouteBatch(StepBatch& batch, StepRecord& record, Aftermath& after);
-  // `begun`: when its calls stopped waiting.
+  // `begun`: when its calls stopped waiting. Whether the step is a small one.
+  bool Describe(const StepBatch& batch, absl::Time begun, StepRecord& record) const;
   StepOutcome RunStep(const StepBatch& batch, absl::Time begun, StepRecord& record);
   void Deliver(Aftermath& after);
   ForwardResult EmptyResult(const ForwardCall& call) const;
@@ -108,6 +136,7 @@ class StepController : public ForwardController {
   absl::Status LateError(const PendingCall& call, absl::Time now) const;
 
   const StepControllerOptions options_;
+  const int32_t num_lanes_;
   ExpertGroup* const group_;
   Clock* const clock_;
   ControlObserver* const observer_;
@@ -120,7 +149,8 @@ class StepController : public ForwardController {
   CallRegistry registry_;
   BatchQueue queue_;
   ForwardCallId last_id_ = 0;
-  bool running_ = false;  // the run token is out
+  bool running_ = false;        // the run token is out
+  bool has_free_lane_ = false;  // and its holder waits for something to start
   bool draining_ = false;
   bool stopping_ = false;
   uint64_t lost_epoch_ = 0;  // a step of it was lost: no further step with it

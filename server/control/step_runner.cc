@@ -49,6 +49,16 @@ absl::Status PlanError(const absl::Status& status) {
   return CallError(ErrorReason::kInvalidField, status.message(), {.field = "options.dispatch"});
 }
 
+StepOutcome Fail(absl::Status status, StepRecord& record, std::optional<bool> was_lost = {}) {
+  StepOutcome outcome;
+  outcome.epoch = record.epoch;
+  outcome.was_lost =
+      was_lost.value_or(absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status));
+  record.status = status;
+  outcome.status = std::move(status);
+  return outcome;
+}
+
 }  // namespace
 
 int64_t CountPairs(absl::Span<const StepPiece> pieces) {
@@ -117,31 +127,23 @@ StepHeader StepRunner::Header(const BatchKey& key) {
   return header;
 }
 
-StepOutcome StepRunner::Run(const StepBatch& batch, bool on_caller, absl::Duration step_timeout,
-                            StepRecord& record) {
+StepOutcome StepRunner::Plan(const StepBatch& batch, StepRecord& record, StartedStep& started,
+                             GroupStep& step) {
   const BatchKey& key = batch.pieces[0].call->key;
-  const StepHeader header = Header(key);
-  StepOutcome outcome;
-  outcome.epoch = header.epoch;
+  started.header = Header(key);
+  const StepHeader& header = started.header;
   record.step = header.step;
   record.epoch = header.epoch;
-  record.on_caller = on_caller;
-  const auto fail = [&outcome, &record](absl::Status status, bool was_lost) {
-    record.status = status;
-    outcome.status = std::move(status);
-    outcome.was_lost = was_lost;
-    return outcome;
-  };
   if (header.epoch == 0) {
+    StepOutcome outcome = Fail(absl::UnavailableError("the epoch has ended"), record);
     outcome.was_started = false;
-    return fail(absl::UnavailableError("the epoch has ended"), true);
+    return outcome;
   }
-
   const Placement* placement = group_->placement(key.model->name, key.layer->index);
   if (placement == nullptr) {
-    return fail(absl::InternalError(absl::StrCat("no rank holds layer ", key.layer->index,
+    return Fail(absl::InternalError(absl::StrCat("no rank holds layer ", key.layer->index,
                                                  " of model ", key.model->name)),
-                false);
+                record);
   }
   const Stopwatch plan_stopwatch;
   const std::vector<RoutingSegment> segments = Segments(batch.pieces);
@@ -151,34 +153,74 @@ StepOutcome StepRunner::Run(const StepBatch& batch, bool on_caller, absl::Durati
                                             .max_num_tokens = max_num_tokens_,
                                             .hidden_size = key.model->hidden_size,
                                             .remote_ranks = group_->is_remote()});
-  if (!plan.ok()) return fail(PlanError(plan.status()), false);
+  // An error of planning is no loss, whatever its code.
+  if (!plan.ok()) return Fail(PlanError(plan.status()), record, /*was_lost=*/false);
   record.plan_micros = plan_stopwatch.Micros();
-  const std::vector<int64_t> shard_offsets = plan->shard_offsets;
+  started.shard_offsets = plan->shard_offsets;
   record.strategy = plan->slices[0].header.strategy;
   record.tokens_per_expert = std::move(plan->tokens_per_expert);
-
-  GroupStep step;
-  step.shards = CutShards(batch.pieces, shard_offsets);
+  step.shards = CutShards(batch.pieces, started.shard_offsets);
   step.plan = *std::move(plan);
-  const Stopwatch run_stopwatch;
-  absl::StatusOr<GroupStepResult> result =
-      group_->RunStep(std::move(step), on_caller, clock_->Now() + step_timeout);
-  record.run_micros = run_stopwatch.Micros();
-  if (!result.ok()) {
-    return fail(result.status(),
-                absl::IsUnavailable(result.status()) || absl::IsDeadlineExceeded(result.status()));
-  }
-  absl::Status stitched = StitchOutputs(batch.pieces, shard_offsets, result->shards, held_outputs_);
-  if (!stitched.ok()) return fail(std::move(stitched), false);
+  started.started_at = std::chrono::steady_clock::now();
+  StepOutcome outcome;
+  outcome.epoch = header.epoch;
+  return outcome;
+}
 
+StepOutcome StepRunner::Run(const StepBatch& batch, bool on_caller, absl::Duration step_timeout,
+                            StepRecord& record) {
+  record.on_caller = on_caller;
+  StartedStep started;
+  GroupStep step;
+  StepOutcome outcome = Plan(batch, record, started, step);
+  if (!outcome.status.ok()) return outcome;
+  return Conclude(batch, started,
+                  group_->RunStep(std::move(step), on_caller, clock_->Now() + step_timeout),
+                  record);
+}
+
+StepOutcome StepRunner::Start(const StepBatch& batch, bool has_follower, absl::Time deadline,
+                              absl::AnyInvocable<void()> on_decided, StepRecord& record,
+                              StartedStep& started) {
+  GroupStep step;
+  StepOutcome outcome = Plan(batch, record, started, step);
+  if (!outcome.status.ok()) return outcome;
+  absl::StatusOr<std::unique_ptr<StepInFlight>> flight =
+      group_->StartStep(std::move(step), has_follower, deadline, std::move(on_decided));
+  if (!flight.ok()) return Fail(flight.status(), record);
+  started.flight = *std::move(flight);
+  return outcome;
+}
+
+StepOutcome StepRunner::Finish(const StepBatch& batch, StartedStep started, bool keep_outputs,
+                               StepRecord& record) {
+  absl::StatusOr<GroupStepResult> result = started.flight->Finish();
+  if (keep_outputs || !result.ok()) return Conclude(batch, started, std::move(result), record);
+  StepOutcome outcome = Fail(absl::UnavailableError("a step before it was lost"), record);
+  outcome.was_started = false;
+  return outcome;
+}
+
+StepOutcome StepRunner::Conclude(const StepBatch& batch, const StartedStep& started,
+                                 absl::StatusOr<GroupStepResult> result, StepRecord& record) {
+  record.run_micros = std::chrono::duration_cast<std::chrono::microseconds>(
+                          std::chrono::steady_clock::now() - started.started_at)
+                          .count();
+  if (!result.ok()) return Fail(result.status(), record);
+  absl::Status stitched =
+      StitchOutputs(batch.pieces, started.shard_offsets, result->shards, held_outputs_);
+  if (!stitched.ok()) return Fail(std::move(stitched), record);
+
+  const BatchKey& key = batch.pieces[0].call->key;
+  const Placement& placement = *group_->placement(key.model->name, key.layer->index);
   record.timings = result->timings;
   int64_t first_step_token = 0;
   for (const StepPiece& piece : batch.pieces) {
     PendingCall& call = *piece.call;
     call.num_done_tokens += piece.num_tokens;
-    call.result.incarnation = header.incarnation;
-    call.result.epoch = header.epoch;
-    call.result.last_step = header.step;
+    call.result.incarnation = started.header.incarnation;
+    call.result.epoch = started.header.epoch;
+    call.result.last_step = started.header.step;
     call.result.strategy = record.strategy;
     call.result.timings.plan_micros += record.plan_micros;
     AddTimings(result->timings, call.result.timings.step);
@@ -186,11 +228,13 @@ StepOutcome StepRunner::Run(const StepBatch& batch, bool on_caller, absl::Durati
     call.result.stats.step_tokens += record.num_tokens;
     AddPairStats(piece, call.result.stats);
     if (call.call->want_stats) {
-      AddDetailedStats(piece, first_step_token, shard_offsets, *placement, record.strategy,
+      AddDetailedStats(piece, first_step_token, started.shard_offsets, placement, record.strategy,
                        call.result.stats);
     }
     first_step_token += piece.num_tokens;
   }
+  StepOutcome outcome;
+  outcome.epoch = record.epoch;
   return outcome;
 }
 

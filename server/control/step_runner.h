@@ -1,10 +1,14 @@
 #ifndef EXPERTMESH_SERVER_CONTROL_STEP_RUNNER_H_
 #define EXPERTMESH_SERVER_CONTROL_STEP_RUNNER_H_
 
+#include <chrono>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "server/cluster/expert_group.h"
 #include "server/control/control_observer.h"
@@ -50,11 +54,32 @@ class StepRunner {
   StepOutcome Run(const StepBatch& batch, bool on_caller, absl::Duration step_timeout,
                   StepRecord& record);
 
+  // A step between its two ends.
+  struct StartedStep {
+    StepHeader header;
+    std::vector<int64_t> shard_offsets;
+    std::chrono::steady_clock::time_point started_at;
+    std::unique_ptr<StepInFlight> flight;
+  };
+  // Run in two halves, for groups with lanes; see ExpertGroup::StartStep. Not OK: nothing was
+  // started, and an earlier step's promise is still open.
+  StepOutcome Start(const StepBatch& batch, bool has_follower, absl::Time deadline,
+                    absl::AnyInvocable<void()> on_decided, StepRecord& record,
+                    StartedStep& started);
+  // In the order of the starts. `keep_outputs` false: a step before it was lost, so a success
+  // counts as one that was not started, and the calls stay as they are.
+  StepOutcome Finish(const StepBatch& batch, StartedStep started, bool keep_outputs,
+                     StepRecord& record);
+
   // The shards that outputs are held by, sent or not. From any thread.
   int64_t held_output_bytes() const { return held_outputs_.bytes(); }
 
  private:
   StepHeader Header(const BatchKey& key);
+  StepOutcome Plan(const StepBatch& batch, StepRecord& record, StartedStep& started,
+                   GroupStep& step);
+  StepOutcome Conclude(const StepBatch& batch, const StartedStep& started,
+                       absl::StatusOr<GroupStepResult> result, StepRecord& record);
 
   ExpertGroup* const group_;
   const RouterTable* const routers_;
