@@ -31,8 +31,12 @@ bool RankCluster::StartControl(int rank_port) {
                  absl::StrCat("--rank_listen=127.0.0.1:", rank_port)};
   server.args.insert(server.args.end(), options_.control_args.begin(), options_.control_args.end());
   server.wait_until_serving = false;
-  control_ = ServerUnderTest::Start(server);
-  if (control_ == nullptr) return false;
+  std::shared_ptr<ServerUnderTest> started = ServerUnderTest::Start(server);
+  if (started == nullptr) return false;
+  {
+    const std::lock_guard<std::mutex> lock(control_mutex_);
+    control_ = started;
+  }
   const auto port =
       control_->process().WaitForLine("ranks dial 127\\.0\\.0\\.1:([0-9]+)", kStartTimeout);
   if (!port.ok() || !absl::SimpleAtoi((*port)[1], &rank_port_)) {
@@ -42,10 +46,17 @@ bool RankCluster::StartControl(int rank_port) {
   return true;
 }
 
+std::shared_ptr<ServerUnderTest> RankCluster::shared_control() const {
+  const std::lock_guard<std::mutex> lock(control_mutex_);
+  return control_;
+}
+
 bool RankCluster::RestartControl() {
-  const int rank_port = rank_port_;
-  control_.reset();
-  return StartControl(rank_port);
+  if (!control_->process().Kill().ok() || !control_->process().Wait(kStartTimeout).ok()) {
+    ADD_FAILURE() << "the control plane was not to be killed";
+    return false;
+  }
+  return StartControl(rank_port_);
 }
 
 std::unique_ptr<ServerProcess> RankCluster::StartExpertServer(std::vector<std::string> args) {

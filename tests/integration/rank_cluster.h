@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -25,7 +26,10 @@ class RankCluster {
   // Returns when the first epoch stands.
   static std::unique_ptr<RankCluster> Start(const Options& options);
 
+  // Until the next RestartControl.
   ServerUnderTest& control() { return *control_; }
+  // Any thread; it stays, even killed, as long as it is held.
+  std::shared_ptr<ServerUnderTest> shared_control() const;
   ServerProcess& rank(int32_t ep_rank) { return *ranks_[ep_rank]; }
 
   // Starts (again) a rank's process.
@@ -43,7 +47,8 @@ class RankCluster {
 
   const Options options_;
   int rank_port_ = 0;
-  std::unique_ptr<ServerUnderTest> control_;
+  mutable std::mutex control_mutex_;  // of control_'s changes
+  std::shared_ptr<ServerUnderTest> control_;
   std::vector<std::unique_ptr<ServerProcess>> ranks_;
 };
 
