@@ -348,14 +348,14 @@ void ControlPlane::Impl::Serve() {
   server->SetServing(is_ready);
   if (remote_group != nullptr) {
     LogInfo(absl::StrCat("calls on ", address, " wait until all ranks are there"),
-            {{"ranks", group->ep_size()}, {"tls", !options.server.tls_certificate.empty()}});
+            {{"ranks", group->ep_size()}, {"tls", !options.server.tls.empty()}});
     return;
   }
   LogInfo(absl::StrCat("serving ", NamesOf(models), " on ", address),
           {{"ranks", group->ep_size()},
            {"threads_per_rank", local_group->threads_per_rank()},
            {"isa", group->instruction_set()},
-           {"tls", !options.server.tls_certificate.empty()}});
+           {"tls", !options.server.tls.empty()}});
 }
 
 void ControlPlane::Impl::StopServing() {

@@ -52,7 +52,10 @@ ABSL_FLAG(int32_t, metrics_top_experts, 32,
           "share one.");
 ABSL_FLAG(std::string, port_file, "",
           "File to write the gRPC port's number to, once it is bound; for port 0.");
-ABSL_FLAG(std::string, tls_cert, "", "PEM file: this server's certificate chain. With --tls_key.");
+ABSL_FLAG(std::string, tls_cert, "",
+          "PEM file: this server's certificate chain, for clients and ranks. With --tls_key. These "
+          "files are read again when they change, for new connections: change them at once, by "
+          "renaming a folder or a symbolic link.");
 ABSL_FLAG(std::string, tls_key, "", "PEM file: its private key.");
 ABSL_FLAG(std::string, tls_ca, "", "PEM file: clients must show a certificate of this authority.");
 ABSL_FLAG(int64_t, max_step_tokens, 8192,
@@ -235,13 +238,11 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
   options.allow_admin = absl::GetFlag(FLAGS_allow_admin);
   options.progress_on_terminal =
       isatty(STDERR_FILENO) != 0 && absl::GetFlag(FLAGS_log_format) == "text";
-  absl::StatusOr<TlsTexts> tls = ReadTlsFlags(
-      absl::GetFlag(FLAGS_tls_cert), absl::GetFlag(FLAGS_tls_key), absl::GetFlag(FLAGS_tls_ca));
+  options.server.tls = {absl::GetFlag(FLAGS_tls_cert), absl::GetFlag(FLAGS_tls_key),
+                        absl::GetFlag(FLAGS_tls_ca)};
+  const absl::StatusOr<TlsTexts> tls = ReadTlsFlags(options.server.tls);
   if (!tls.ok()) return tls.status();
-  options.server.tls_certificate = std::move(tls->certificate);
-  options.server.tls_key = std::move(tls->key);
-  options.server.tls_ca = std::move(tls->ca);
-  if (absl::Status status = CheckTlsFiles(options.server); !status.ok()) return status;
+  if (absl::Status status = CheckServerTls(*tls); !status.ok()) return status;
   return options;
 }
 

@@ -30,15 +30,16 @@ constexpr int64_t kSpinMicros = 50;
 }  // namespace
 
 struct ExpertServer::Impl {
-  explicit Impl(ExpertServerOptions o) : options(std::move(o)) {}
+  explicit Impl(ExpertServerOptions o)
+      : options(std::move(o)), link{options.control_plane, NewChannelCredentials(options.tls)} {}
 
   absl::Status MakeEngine();
   absl::Status LoadExperts(const std::vector<ServedModel>& models);
-  RankLink Link() const;
   // Places the layers and says what the rank will hold.
   absl::StatusOr<int64_t> Plan(const std::vector<ServedModel>& models);
 
   const ExpertServerOptions options;
+  const RankLink link;
   const std::shared_ptr<Allocator> allocator = std::make_shared<HostBufferPool>();
   std::map<std::string, std::map<int32_t, Placement>> placements;
   ExpertRankOptions rank_options;
@@ -97,10 +98,6 @@ absl::StatusOr<int64_t> ExpertServer::Impl::Plan(const std::vector<ServedModel>&
   return need;
 }
 
-RankLink ExpertServer::Impl::Link() const {
-  return {options.control_plane, options.tls_certificate, options.tls_key, options.tls_ca};
-}
-
 absl::Status ExpertServer::Impl::LoadExperts(const std::vector<ServedModel>& models) {
   const absl::StatusOr<int64_t> need = Plan(models);
   if (!need.ok()) return need.status();
@@ -114,10 +111,11 @@ absl::Status ExpertServer::Impl::LoadExperts(const std::vector<ServedModel>& mod
   std::mutex progress_mutex;
   std::atomic<int64_t> loaded{0};
   RankAnnouncerOptions announcer_options;
-  announcer_options.link = Link();
+  announcer_options.link = link;
   announcer_options.ep_rank = options.ep_rank;
   announcer_options.ep_size = options.ep_size;
-  announcer_options.comm_address = options.comm_address;
+  announcer_options.comm_address =
+      options.advertise_address.empty() ? options.bind_address : options.advertise_address;
   announcer_options.instruction_set = engine->backend().instruction_set();
   announcer_options.load_progress = [&loaded, need = static_cast<double>(*need)] {
     return need > 0 ? static_cast<double>(loaded) / need : 0;
@@ -149,10 +147,11 @@ absl::Status ExpertServer::Load() {
   if (status.ok()) status = impl_->LoadExperts(*models);
   if (!status.ok()) return status;
   ExpertRankOptions rank_options = std::move(impl_->rank_options);
-  rank_options.link = impl_->Link();
+  rank_options.link = impl_->link;
   rank_options.engine = impl_->engine.get();
   rank_options.allocator = impl_->allocator;
-  rank_options.comm_address = options.comm_address;
+  rank_options.bind_address = options.bind_address;
+  rank_options.advertise_address = options.advertise_address;
   rank_options.join_timeout = options.join_timeout;
   const std::lock_guard<std::mutex> lock(impl_->mutex);
   impl_->rank = std::make_unique<ExpertRank>(std::move(rank_options));

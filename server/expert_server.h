@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "kernels/cpu/cpu_kernels.h"
+#include "server/rpc/tls_credentials.h"
 
 namespace expertmesh {
 
@@ -20,15 +21,14 @@ struct ExpertServerOptions {
   int32_t ep_rank = 0;
   int32_t ep_size = 1;
   std::string control_plane;  // host:port of its rank listener
-  std::string comm_address;   // numeric
+  // Numeric; of the communicator, see TcpMeshParams.
+  std::string bind_address;
+  std::string advertise_address;  // empty: bind_address
   absl::Duration join_timeout = absl::Seconds(60);
   int num_threads = 0;  // 0: one for each core
   std::optional<CpuIsa> isa;
   bool progress_on_terminal = false;
-  // PEM texts.
-  std::string tls_certificate;
-  std::string tls_key;
-  std::string tls_ca;
+  TlsFiles tls;
 };
 
 // One rank as a process: what it does after its flags were read.

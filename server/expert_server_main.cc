@@ -9,6 +9,7 @@
 
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
+#include "server/comm/socket_address.h"
 #include "server/expert_server.h"
 #include "server/flag_values.h"
 #include "server/ops/command_line.h"
@@ -27,14 +28,21 @@ ABSL_FLAG(std::vector<std::string>, model, {},
           "NAME=DIR, or several by commas: the same models as the control plane's.");
 ABSL_FLAG(std::string, architecture, "",
           "Reads checkpoints as this architecture, whatever their config.json says.");
-ABSL_FLAG(std::string, listen, "127.0.0.1",
-          "Numeric address of this machine where the other ranks reach it: a private one, since "
-          "what ranks exchange is not encrypted.");
+ABSL_FLAG(
+    std::string, listen, "127.0.0.1",
+    "Numeric address of this machine that the other ranks connect to: a private one, since what "
+    "ranks exchange is not encrypted.");
+ABSL_FLAG(std::string, advertise_address, "",
+          "Numeric address at which the other ranks reach --listen, where they know it by another; "
+          "empty: --listen.");
 ABSL_FLAG(absl::Duration, join_timeout, absl::Seconds(60),
           "For how long the control plane may not answer before this process gives up.");
 ABSL_FLAG(int, threads, 0, "Threads of this rank; 0: one for each core.");
 ABSL_FLAG(std::string, isa, "auto", "CPU kernels: auto, portable, avx2, avx512_bf16.");
-ABSL_FLAG(std::string, tls_cert, "", "PEM file: this rank's certificate chain. With --tls_key.");
+ABSL_FLAG(
+    std::string, tls_cert, "",
+    "PEM file: this rank's certificate chain. With --tls_key and --tls_ca. All three are read "
+    "again when they change, for new connections.");
 ABSL_FLAG(std::string, tls_key, "", "PEM file: its private key.");
 ABSL_FLAG(std::string, tls_ca, "",
           "PEM file: TLS; the control plane must show a certificate of this authority.");
@@ -51,6 +59,20 @@ constexpr char kUsage[] =
     "--checkpoint=DIR [flags]\n"
     "One rank of a group: holds its share of the experts and runs their part of every step.\n\n"
     "flags:\n";
+
+// Found out here rather than when the weights are loaded.
+absl::Status CheckRankAddresses(const ExpertServerOptions& options) {
+  const auto check = [](const char* flag, const std::string& address) {
+    const absl::Status status = SocketAddress::Parse(address, 0).status();
+    if (status.ok()) return status;
+    return absl::InvalidArgumentError(absl::StrCat("--", flag, ": ", status.message()));
+  };
+  absl::Status status = check("listen", options.bind_address);
+  if (!options.advertise_address.empty()) {
+    status.Update(check("advertise_address", options.advertise_address));
+  }
+  return status;
+}
 
 // Once; everything that is wrong with a flag is found here.
 absl::StatusOr<ExpertServerOptions> ReadFlags() {
@@ -70,7 +92,9 @@ absl::StatusOr<ExpertServerOptions> ReadFlags() {
     return absl::InvalidArgumentError(absl::StrCat("--ep_rank is ", options.ep_rank, ", --ep_size ",
                                                    options.ep_size, "; 0 <= ep_rank < ep_size"));
   }
-  options.comm_address = absl::GetFlag(FLAGS_listen);
+  options.bind_address = absl::GetFlag(FLAGS_listen);
+  options.advertise_address = absl::GetFlag(FLAGS_advertise_address);
+  if (absl::Status status = CheckRankAddresses(options); !status.ok()) return status;
   options.join_timeout = absl::GetFlag(FLAGS_join_timeout);
   if (absl::Status status = CheckPositive("join_timeout", options.join_timeout); !status.ok()) {
     return status;
@@ -84,16 +108,11 @@ absl::StatusOr<ExpertServerOptions> ReadFlags() {
   options.isa = *isa;
   options.progress_on_terminal =
       isatty(STDERR_FILENO) != 0 && absl::GetFlag(FLAGS_log_format) == "text";
-  absl::StatusOr<TlsTexts> tls = ReadTlsFlags(
-      absl::GetFlag(FLAGS_tls_cert), absl::GetFlag(FLAGS_tls_key), absl::GetFlag(FLAGS_tls_ca));
+  options.tls = {absl::GetFlag(FLAGS_tls_cert), absl::GetFlag(FLAGS_tls_key),
+                 absl::GetFlag(FLAGS_tls_ca)};
+  const absl::StatusOr<TlsTexts> tls = ReadTlsFlags(options.tls);
   if (!tls.ok()) return tls.status();
-  options.tls_certificate = std::move(tls->certificate);
-  options.tls_key = std::move(tls->key);
-  options.tls_ca = std::move(tls->ca);
-  if (options.tls_certificate.empty() != options.tls_key.empty() ||
-      (options.tls_ca.empty() && !options.tls_key.empty())) {
-    return absl::InvalidArgumentError("--tls_cert and --tls_key go together, and with --tls_ca");
-  }
+  if (absl::Status status = CheckChannelTls(*tls); !status.ok()) return status;
   return options;
 }
 

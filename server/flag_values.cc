@@ -27,16 +27,16 @@ absl::StatusOr<std::string> ReadFlagFile(const char* flag, const std::string& pa
 
 }  // namespace
 
-absl::StatusOr<TlsTexts> ReadTlsFlags(const std::string& certificate, const std::string& key,
-                                      const std::string& ca) {
+absl::StatusOr<TlsTexts> ReadTlsFlags(const TlsFiles& files) {
   TlsTexts texts;
   struct Flag {
     const char* name;
     const std::string& path;
     std::string* text;
   };
-  for (const Flag& flag : {Flag{"tls_cert", certificate, &texts.certificate},
-                           Flag{"tls_key", key, &texts.key}, Flag{"tls_ca", ca, &texts.ca}}) {
+  for (const Flag& flag :
+       {Flag{"tls_cert", files.certificate, &texts.certificate},
+        Flag{"tls_key", files.key, &texts.key}, Flag{"tls_ca", files.ca, &texts.ca}}) {
     absl::StatusOr<std::string> text = ReadFlagFile(flag.name, flag.path);
     if (!text.ok()) return text.status();
     *flag.text = *std::move(text);

@@ -11,6 +11,8 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "kernels/cpu/cpu_kernels.h"
+#include "server/rpc/tls_credentials.h"
+#include "server/rpc/tls_files.h"
 
 // What the values of flags that several programs have mean. Errors are INVALID_ARGUMENT (NOT_FOUND
 // for a file) and name the flag.
@@ -18,13 +20,7 @@
 namespace expertmesh {
 
 // The three of --tls_cert, --tls_key and --tls_ca, empty where the flag is.
-struct TlsTexts {
-  std::string certificate;
-  std::string key;
-  std::string ca;
-};
-absl::StatusOr<TlsTexts> ReadTlsFlags(const std::string& certificate, const std::string& key,
-                                      const std::string& ca);
+absl::StatusOr<TlsTexts> ReadTlsFlags(const TlsFiles& files);
 // nullopt for "auto".
 absl::StatusOr<std::optional<CpuIsa>> ParseIsaFlag(const std::string& name);
 absl::Status CheckPositive(const char* flag, int64_t value);

@@ -116,7 +116,12 @@ class MeshConnector {
       return absl::InvalidArgumentError(
           absl::StrCat("ep_rank ", params_.ep_rank, " is not in [0, ", params_.ep_size, ")"));
     }
-    return SocketAddress::Parse(params_.bind_address, 0).status();
+    const absl::Status status = SocketAddress::Parse(params_.bind_address, 0).status();
+    return status.ok() ? SocketAddress::Parse(ReachedAt(), 0).status() : status;
+  }
+
+  const std::string& ReachedAt() const {
+    return params_.advertise_address.empty() ? params_.bind_address : params_.advertise_address;
   }
 
   std::string Key(int32_t rank) const {
@@ -140,8 +145,7 @@ class MeshConnector {
     }
     return params_.store->Set(
         Key(params_.ep_rank),
-        absl::StrCat(params_.bind_address, " ", SocketAddress::OfSocket(listener_.get()).port(),
-                     " ",
+        absl::StrCat(ReachedAt(), " ", SocketAddress::OfSocket(listener_.get()).port(), " ",
                      absl::BytesToHexString(absl::string_view(secret_.data(), secret_.size()))));
   }
 

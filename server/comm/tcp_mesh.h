@@ -22,6 +22,9 @@ struct TcpMeshParams {
   // A numeric IPv4 or IPv6 address of this machine that the other ranks can reach. Never a host
   // name, never a wildcard: what is not meant for this network must not be able to connect.
   std::string bind_address;
+  // Where the others reach it, if that is another one (a pod behind a translated address); numeric.
+  // Empty: bind_address. The port is the same on both.
+  std::string advertise_address;
   RendezvousStore* store = nullptr;  // used during the call only
   absl::Time deadline = absl::InfiniteFuture();
   // Null, or set by any thread to give up: CANCELLED within some milliseconds (besides what the
@@ -43,7 +46,7 @@ struct TcpPeerSockets {
 // else, ranks of other epochs included, is refused with a line in the log and does not disturb the
 // group.
 //
-// INVALID_ARGUMENT (bind_address, ranks), ALREADY_EXISTS (this rank is there already), UNAVAILABLE
+// INVALID_ARGUMENT (addresses, ranks), ALREADY_EXISTS (this rank is there already), UNAVAILABLE
 // (a peer cannot be reached, or is gone again), DEADLINE_EXCEEDED (names the ranks that are
 // missing), CANCELLED and other errors of the store.
 absl::StatusOr<std::vector<TcpPeerSockets>> ConnectTcpMesh(const TcpMeshParams& params);

@@ -125,7 +125,8 @@ v1::JoinRequest ExpertRank::Impl::MakeJoinRequest() const {
   request.set_ep_rank(options.engine->ep_rank());
   request.set_ep_size(options.engine->ep_size());
   request.set_instance(instance);
-  request.set_comm_address(options.comm_address);
+  request.set_comm_address(options.advertise_address.empty() ? options.bind_address
+                                                             : options.advertise_address);
   request.set_instruction_set(options.engine->backend().instruction_set());
   request.set_device("cpu");
   request.set_weight_bytes(options.engine->weight_bytes());
@@ -353,7 +354,8 @@ absl::Status ExpertRank::Impl::FormEpoch(const v1::EpochBegin& begin,
     params.mesh.ep_size = engine.ep_size();
     params.mesh.incarnation = begin.incarnation();
     params.mesh.epoch = begin.epoch();
-    params.mesh.bind_address = options.comm_address;
+    params.mesh.bind_address = options.bind_address;
+    params.mesh.advertise_address = options.advertise_address;
     params.mesh.store = own_store.get();
     params.mesh.cancelled = &give_up;
     params.mesh.deadline = absl::Now() + absl::Microseconds(begin.timeout_micros());

@@ -22,8 +22,9 @@ struct ExpertRankOptions {
   std::shared_ptr<Allocator> allocator;  // host memory for what is received
   std::vector<ModelManifest> models;
   std::map<std::string, int64_t> hidden_sizes;  // by model
-  // Numeric address of this machine where the other ranks reach it.
-  std::string comm_address = "127.0.0.1";
+  // As TcpMeshParams.
+  std::string bind_address = "127.0.0.1";
+  std::string advertise_address;
   // How long nobody may answer, or the rank's number may be taken, before Run gives up. Once it has
   // been a member, a control plane that does not answer is waited for without end: the weights are
   // dear.

@@ -77,25 +77,6 @@ std::string BindProblem(const std::string& listen) {
   return problem;
 }
 
-absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> Credentials(
-    const GrpcServerOptions& options) {
-  if (options.tls_certificate.empty() != options.tls_key.empty()) {
-    return absl::InvalidArgumentError("TLS needs both a certificate and a key");
-  }
-  if (options.tls_certificate.empty()) {
-    if (!options.tls_ca.empty()) {
-      return absl::InvalidArgumentError("a CA for clients needs a certificate and a key as well");
-    }
-    return grpc::InsecureServerCredentials();
-  }
-  grpc::SslServerCredentialsOptions tls(
-      options.tls_ca.empty() ? GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE
-                             : GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
-  tls.pem_key_cert_pairs.push_back({options.tls_key, options.tls_certificate});
-  tls.pem_root_certs = options.tls_ca;
-  return grpc::SslServerCredentials(tls);
-}
-
 }  // namespace
 
 void TuneProcessForGrpc() {
@@ -120,8 +101,6 @@ GrpcServer::~GrpcServer() { Shutdown(absl::Now()); }
 
 absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const GrpcServerOptions& options,
                                                               std::vector<NamedService> services) {
-  absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> credentials = Credentials(options);
-  if (!credentials.ok()) return credentials.status();
   if (const std::string problem = BindProblem(options.listen); !problem.empty()) {
     return absl::UnavailableError(absl::StrCat("cannot listen on ", options.listen, ": ", problem));
   }
@@ -133,7 +112,7 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const GrpcServerOp
   });
   auto impl = std::make_unique<Impl>();
   grpc::ServerBuilder builder;
-  builder.AddListeningPort(options.listen, *credentials, &impl->port);
+  builder.AddListeningPort(options.listen, NewServerCredentials(options.tls), &impl->port);
   for (const NamedService& service : services) builder.RegisterService(service.service);
   builder.SetMaxReceiveMessageSize(static_cast<int>(
       std::min<int64_t>(options.max_message_bytes, std::numeric_limits<int>::max())));

@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "server/rpc/tls_credentials.h"
 
 namespace grpc {
 class Service;
@@ -34,18 +35,15 @@ struct GrpcServerOptions {
   // server every 10 seconds; one that asks more often loses its connection.
   absl::Duration keepalive_time = absl::Minutes(1);
   absl::Duration keepalive_timeout = absl::Seconds(20);
-  // PEM texts. Certificate and key: TLS. With a CA too, clients must show a certificate of it.
-  std::string tls_certificate;
-  std::string tls_key;
-  std::string tls_ca;
+  TlsFiles tls;
 };
 
 // One listener with its services, gRPC's health service (NOT_SERVING until SetServing) and
 // reflection. Thread safe.
 class GrpcServer {
  public:
-  // `services` with their full names outlive the server. INVALID_ARGUMENT (TLS files that do not go
-  // together), UNAVAILABLE (the address is taken or not ours), naming the address.
+  // `services` with their full names outlive the server. UNAVAILABLE (the address is taken or not
+  // ours), naming the address.
   struct NamedService {
     std::string name;
     grpc::Service* service = nullptr;

@@ -23,11 +23,7 @@ std::shared_ptr<grpc::Channel> NewRankChannel(const RankLink& link, bool own_con
   args.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 500);
   // Else all channels to one address share a connection.
   if (own_connection) args.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::InsecureChannelCredentials();
-  if (!link.tls_ca.empty()) {
-    credentials = grpc::SslCredentials({link.tls_ca, link.tls_key, link.tls_certificate});
-  }
-  return grpc::CreateCustomChannel(link.control_plane, credentials, args);
+  return grpc::CreateCustomChannel(link.control_plane, link.credentials, args);
 }
 
 }  // namespace expertmesh

@@ -6,17 +6,15 @@
 
 namespace grpc {
 class Channel;
-}
+class ChannelCredentials;
+}  // namespace grpc
 
 namespace expertmesh {
 
 // How a rank reaches its control plane.
 struct RankLink {
   std::string control_plane;  // host:port of its rank listener
-  // PEM texts; with a CA the control plane must show a certificate of it, and is shown ours.
-  std::string tls_certificate;
-  std::string tls_key;
-  std::string tls_ca;
+  std::shared_ptr<grpc::ChannelCredentials> credentials;
 };
 
 // A channel that dials for as long as it lives. Its last reference must not go on one of gRPC's own

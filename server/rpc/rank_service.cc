@@ -11,6 +11,7 @@
 #include "grpcpp/security/auth_context.h"
 #include "grpcpp/server_context.h"
 #include "server/ops/call_error.h"
+#include "server/ops/logging.h"
 #include "server/rpc/rank_stream.h"
 #include "server/rpc/status_mapping.h"
 
@@ -108,6 +109,7 @@ class RankServiceImpl final : public RankServiceBase {
                                  const v1::JoinRequest* request,
                                  v1::JoinResponse* response) override {
     absl::Status status = CheckPeer(*context);
+    if (!status.ok()) LogWarning("a rank was refused", {{"why", status.message()}});
     if (status.ok()) {
       const absl::StatusOr<uint64_t> member_id = group().Join(OfferOf(*request));
       status = member_id.status();
@@ -197,16 +199,20 @@ class RankServiceImpl final : public RankServiceBase {
 
   absl::Status CheckPeer(const grpc::CallbackServerContext& context) const {
     if (options_.allowed_names.empty()) return absl::OkStatus();
-    for (const grpc::string_ref& name :
+    std::string names;
+    for (const grpc::string_ref& shown :
          context.auth_context()->FindPropertyValues("x509_subject_alternative_name")) {
-      if (std::find(options_.allowed_names.begin(), options_.allowed_names.end(),
-                    std::string(name.data(), name.size())) != options_.allowed_names.end()) {
+      const std::string name(shown.data(), shown.size());
+      if (std::find(options_.allowed_names.begin(), options_.allowed_names.end(), name) !=
+          options_.allowed_names.end()) {
         return absl::OkStatus();
       }
+      absl::StrAppend(&names, names.empty() ? "" : ", ", name);
     }
-    return CallError(
-        ErrorReason::kRankNotAllowed,
-        absl::StrCat("the certificate of ", context.peer(), " has no name that ranks may have"));
+    return CallError(ErrorReason::kRankNotAllowed,
+                     absl::StrCat("the certificate of ", context.peer(), " is for ",
+                                  names.empty() ? "nobody" : names.substr(0, kMaxShownBytes),
+                                  ", which --rank_tls_names does not allow"));
   }
 
   const RankServiceOptions options_;

@@ -24,7 +24,7 @@ struct ServingBackend {
   const RouterTable* routers = nullptr;
   int64_t max_step_tokens = 0;
   int64_t max_rank_pairs = 0;
-  int64_t max_num_tokens = 0;  // of kAllToAllFixedCapacity
+  int64_t max_num_tokens = 0;                                      // of kAllToAllFixedCapacity
   std::map<const ModelSpec*, std::string> placement_fingerprints;  // of each model served
 };
 

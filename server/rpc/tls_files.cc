@@ -34,20 +34,21 @@ Key PrivateKey(const std::string& text) {
   return Key(PEM_read_bio_PrivateKey(bio.get(), nullptr, NoPassword, nullptr), EVP_PKEY_free);
 }
 
-absl::Status Check(const GrpcServerOptions& options) {
-  if (options.tls_certificate.empty() && options.tls_key.empty()) {
-    if (options.tls_ca.empty()) return absl::OkStatus();
-    return absl::InvalidArgumentError("--tls_ca needs --tls_cert and --tls_key as well");
-  }
-  if (options.tls_key.empty()) return absl::InvalidArgumentError("--tls_cert needs --tls_key");
-  if (options.tls_certificate.empty()) {
+absl::Status CheckCa(const TlsTexts& texts) {
+  if (texts.ca.empty() || FirstCertificate(texts.ca) != nullptr) return absl::OkStatus();
+  return absl::InvalidArgumentError("--tls_ca: the file has no certificate in PEM form");
+}
+
+absl::Status CheckPair(const TlsTexts& texts) {
+  if (texts.key.empty()) return absl::InvalidArgumentError("--tls_cert needs --tls_key");
+  if (texts.certificate.empty()) {
     return absl::InvalidArgumentError("--tls_key needs --tls_cert");
   }
-  const Certificate certificate = FirstCertificate(options.tls_certificate);
+  const Certificate certificate = FirstCertificate(texts.certificate);
   if (certificate == nullptr) {
     return absl::InvalidArgumentError("--tls_cert: the file has no certificate in PEM form");
   }
-  const Key key = PrivateKey(options.tls_key);
+  const Key key = PrivateKey(texts.key);
   if (key == nullptr) {
     return absl::InvalidArgumentError(
         "--tls_key: the file has no private key in PEM form without a password");
@@ -55,17 +56,29 @@ absl::Status Check(const GrpcServerOptions& options) {
   if (X509_check_private_key(certificate.get(), key.get()) != 1) {
     return absl::InvalidArgumentError("--tls_key is not the key of the certificate in --tls_cert");
   }
-  if (!options.tls_ca.empty() && FirstCertificate(options.tls_ca) == nullptr) {
-    return absl::InvalidArgumentError("--tls_ca: the file has no certificate in PEM form");
-  }
   return absl::OkStatus();
 }
 
 }  // namespace
 
-absl::Status CheckTlsFiles(const GrpcServerOptions& options) {
-  const absl::Status status = Check(options);
+absl::Status CheckServerTls(const TlsTexts& texts) {
+  if (texts.certificate.empty() && texts.key.empty()) {
+    if (texts.ca.empty()) return absl::OkStatus();
+    return absl::InvalidArgumentError("--tls_ca needs --tls_cert and --tls_key as well");
+  }
+  absl::Status status = CheckPair(texts);
+  status.Update(CheckCa(texts));
   // What was refused stays in the thread's queue, where gRPC would find it.
+  ERR_clear_error();
+  return status;
+}
+
+absl::Status CheckChannelTls(const TlsTexts& texts) {
+  absl::Status status = CheckCa(texts);
+  if (!texts.certificate.empty() || !texts.key.empty()) {
+    status.Update(CheckPair(texts));
+    if (texts.ca.empty()) status.Update(absl::InvalidArgumentError("--tls_cert needs --tls_ca"));
+  }
   ERR_clear_error();
   return status;
 }

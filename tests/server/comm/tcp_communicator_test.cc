@@ -185,6 +185,27 @@ TEST(TcpCommunicatorTest, AddressesThatCannotBe) {
   EXPECT_EQ(NewTcpCommunicator(params).status().code(), absl::StatusCode::kUnavailable);
 }
 
+TEST(TcpCommunicatorTest, OthersConnectToTheAdvertisedAddress) {
+  InMemoryRendezvousStore store;
+  std::vector<TcpCommunicatorParams> params = {Params(0, 2, &store), Params(1, 2, &store)};
+  // Everything in 127.0.0.0/8 is this machine, and nobody listens there.
+  params[0].mesh.advertise_address = "127.0.0.9";
+  params[0].mesh.deadline = absl::Now() + absl::Seconds(1);
+  const auto results = Connect(params);
+  EXPECT_EQ(results[1].status().code(), absl::StatusCode::kUnavailable) << results[1].status();
+  EXPECT_THAT(std::string(results[1].status().message()),
+              ::testing::HasSubstr("rank 0 at 127.0.0.9:"));
+  EXPECT_FALSE(results[0].ok());
+  params[0].mesh.advertise_address = "0.0.0.0";
+  EXPECT_EQ(NewTcpCommunicator(params[0]).status().code(), absl::StatusCode::kInvalidArgument);
+
+  InMemoryRendezvousStore another;
+  params = {Params(0, 2, &another), Params(1, 2, &another)};
+  params[0].mesh.bind_address = "127.0.0.9";
+  params[0].mesh.advertise_address = "127.0.0.9";
+  for (const auto& result : Connect(params)) EXPECT_TRUE(result.ok()) << result.status();
+}
+
 TEST(TcpCommunicatorTest, Ipv6) {
   InMemoryRendezvousStore store;
   std::vector<TcpCommunicatorParams> params{Params(0, 2, &store), Params(1, 2, &store)};
