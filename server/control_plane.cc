@@ -403,7 +403,6 @@ v1::GetStatusResponse ControlPlane::Impl::Status() const {
   response.set_uptime_micros(absl::ToInt64Microseconds(absl::Now() - start_time));
   response.set_model(NamesOf(models));
   response.set_ep_size(group->ep_size());
-  response.set_num_lanes(1);
   if (!loaded) response.set_detail("the experts are being loaded");
   if (loaded && group->epoch() == 0) response.set_detail("not all ranks are there");
   if (draining) response.set_detail("this server is stopping");

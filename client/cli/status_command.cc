@@ -74,9 +74,10 @@ void PrintStatus(const v1::GetStatusResponse& status) {
   printf("  calls         %llu answered, %llu failed\n",
          static_cast<unsigned long long>(status.num_requests_ok()),
          static_cast<unsigned long long>(status.num_requests_failed()));
-  printf("  steps         %llu done, %llu replayed, %d in flight\n",
+  printf("  steps         %llu done, %llu replayed, %d in flight on %d lane%s\n",
          static_cast<unsigned long long>(status.num_steps()),
-         static_cast<unsigned long long>(status.num_replays()), queue.num_steps_in_flight());
+         static_cast<unsigned long long>(status.num_replays()), queue.num_steps_in_flight(),
+         status.num_lanes(), status.num_lanes() == 1 ? "" : "s");
   printf("  queue         %lld calls, %lld of %lld tokens, %s of %s%s\n",
          static_cast<long long>(queue.num_requests()), static_cast<long long>(queue.num_tokens()),
          static_cast<long long>(queue.max_tokens()), Bytes(queue.num_bytes()).c_str(),

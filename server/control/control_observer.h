@@ -26,6 +26,8 @@ struct ControlSnapshot {
   int64_t queued_calls = 0;
   int64_t queued_tokens = 0;
   bool step_running = false;
+  int32_t steps_in_flight = 0;  // as many as num_lanes at most
+  int32_t num_lanes = 1;
   bool draining = false;
 
   uint64_t calls_admitted = 0;

@@ -145,6 +145,8 @@ ControlSnapshot StepController::Snapshot() const {
   snapshot.queued_calls = queue_.num_calls();
   snapshot.queued_tokens = queue_.num_tokens();
   snapshot.step_running = running_;
+  snapshot.steps_in_flight = std::max(num_lanes_in_flight_, running_ ? 1 : 0);
+  snapshot.num_lanes = num_lanes_;
   snapshot.draining = draining_;
   snapshot.calls_admitted = registry_.num_admitted();
   snapshot.calls_completed = registry_.num_completed_ok();

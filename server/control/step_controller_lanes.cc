@@ -46,6 +46,7 @@ void StepController::RunLanes() {
       Deliver(after);
       StartLane(std::move(batch), lanes, is_follower_promised);
       lock.lock();
+      num_lanes_in_flight_ = static_cast<int32_t>(lanes.size());
       continue;
     }
     if (is_follower_promised && static_cast<int32_t>(lanes.size()) < num_lanes_) {
@@ -66,6 +67,7 @@ void StepController::RunLanes() {
     lock.unlock();
     FinishOldestLane(lanes, is_follower_promised);
     lock.lock();
+    num_lanes_in_flight_ = static_cast<int32_t>(lanes.size());
   }
   running_ = false;
 }

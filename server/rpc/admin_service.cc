@@ -119,7 +119,8 @@ void FillControlStatus(const ControlSnapshot& snapshot, v1::GetStatusResponse* r
   queue->set_num_bytes(snapshot.bytes_in_flight);
   queue->set_max_tokens(snapshot.max_tokens_in_flight);
   queue->set_max_bytes(snapshot.max_bytes_in_flight);
-  queue->set_num_steps_in_flight(snapshot.step_running ? 1 : 0);
+  queue->set_num_steps_in_flight(snapshot.steps_in_flight);
+  response->set_num_lanes(snapshot.num_lanes);
   response->set_num_steps(snapshot.steps);
   response->set_num_replays(snapshot.steps_lost);
   response->set_num_requests_ok(snapshot.calls_completed);
