@@ -68,7 +68,9 @@ keep() {
     "$bin/expertmesh-expert-server" --control_plane="127.0.0.1:$rank_port" --ep_rank="$rank" --ep_size="$num_ranks" \
       --checkpoint="$checkpoint" --threads="$threads" &
     pid=$!
-    wait "$pid" && exit 0
+    say "rank $rank is process $pid"
+    # Without the shell's own words about how it ended.
+    if { wait "$pid"; } 2>/dev/null; then exit 0; fi
     say "rank $rank ended; starting it again"
     sleep 1
   done
