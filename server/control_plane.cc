@@ -244,6 +244,7 @@ void ControlPlane::Impl::MakeValidator() {
   limits.strategies.push_back(DispatchMode::kAllToAll);
   limits.strategies.push_back(DispatchMode::kAllToAllFixedCapacity);
   limits.strategies.push_back(DispatchMode::kAllGatherReduceScatter);
+  limits.strategies.push_back(DispatchMode::kAllGatherReduceScatterMonolithic);
   limits.strategies.push_back(DispatchMode::kDirect);
   std::vector<const ModelSpec*> specs;
   for (const ServedModel& model : models) specs.push_back(&model.spec);

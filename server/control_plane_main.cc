@@ -99,8 +99,8 @@ ABSL_FLAG(int, threads, 0, "Threads of all ranks together; 0: one for each core.
 ABSL_FLAG(std::string, isa, "auto", "CPU kernels: auto, portable, avx2, avx512_bf16.");
 ABSL_FLAG(std::string, dispatch, "auto",
           "How rows get to their experts: auto, passthrough (one rank), all_to_all, "
-          "all_to_all_fixed_capacity, allgather_reducescatter, direct. No byte of a result depends "
-          "on it.");
+          "all_to_all_fixed_capacity, allgather_reducescatter, allgather_reducescatter_monolithic, "
+          "direct. No byte of a result depends on it.");
 ABSL_FLAG(int64_t, max_num_tokens, 64,
           "Slots of all_to_all_fixed_capacity: rows that each rank sends each other one in a step, "
           "used or not; splits steps that need more. A rank's experts take "
@@ -130,9 +130,10 @@ constexpr char kUsage[] =
 // A strategy that `ep_size` ranks can run.
 absl::StatusOr<DispatchMode> ParseDispatchFlag(const std::string& name, int32_t ep_size) {
   std::string known;
-  for (const DispatchMode mode : {DispatchMode::kAuto, DispatchMode::kPassthrough,
-                                  DispatchMode::kAllToAll, DispatchMode::kAllToAllFixedCapacity,
-                                  DispatchMode::kAllGatherReduceScatter, DispatchMode::kDirect}) {
+  for (const DispatchMode mode :
+       {DispatchMode::kAuto, DispatchMode::kPassthrough, DispatchMode::kAllToAll,
+        DispatchMode::kAllToAllFixedCapacity, DispatchMode::kAllGatherReduceScatter,
+        DispatchMode::kAllGatherReduceScatterMonolithic, DispatchMode::kDirect}) {
     if (!ChooseStrategy(mode, {.ep_size = ep_size}).ok()) continue;
     if (name == DispatchModeName(mode)) return mode;
     absl::StrAppend(&known, known.empty() ? "" : ", ", DispatchModeName(mode));

@@ -257,7 +257,8 @@ absl::Status FillOptions(v1::ForwardOptions& options) {
   options.set_combine(*combine);
   const auto dispatch = EnumFromFlag<v1::DispatchMode>(
       "dispatch", "DISPATCH_MODE_", absl::GetFlag(FLAGS_dispatch),
-      "auto, passthrough, allgather_reducescatter, all_to_all, all_to_all_fixed_capacity, direct",
+      "auto, passthrough, allgather_reducescatter, allgather_reducescatter_monolithic, all_to_all, "
+      "all_to_all_fixed_capacity, direct",
       [](const std::string& name, v1::DispatchMode* value) {
         return v1::DispatchMode_Parse(name, value);
       });

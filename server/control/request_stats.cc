@@ -23,7 +23,11 @@ void AddDetailedStats(const StepPiece& piece, int64_t first_step_token,
                       DispatchMode strategy, ForwardStats& stats) {
   const PendingCall& call = *piece.call;
   const int64_t hidden_size = call.key.model->hidden_size;
-  const int64_t row_bytes = hidden_size * DTypeBytes(call.key.activation_dtype);
+  const bool with_logits = strategy == DispatchMode::kAllGatherReduceScatterMonolithic;
+  const int64_t num_logits =
+      int64_t{call.key.layer->num_experts} + call.key.layer->router.num_zero_experts;
+  const int64_t row_bytes = hidden_size * DTypeBytes(call.key.activation_dtype) +
+                            (with_logits ? num_logits * int64_t{sizeof(float)} : 0);
   const int64_t partial_bytes = hidden_size * DTypeBytes(call.key.combine_dtype);
   stats.tokens_per_expert.resize(placement.num_experts(), 0);
   stats.rows_per_rank.resize(placement.ep_size(), 0);
@@ -43,7 +47,8 @@ void AddDetailedStats(const StepPiece& piece, int64_t first_step_token,
     }
     std::fill(experts_of_rank.begin(), experts_of_rank.end(), 0);
     for (const int32_t id : experts) ++experts_of_rank[placement.owner_rank(id)];
-    const bool is_gathered = strategy == DispatchMode::kAllGatherReduceScatter && !experts.empty();
+    const bool is_gathered =
+        with_logits || (strategy == DispatchMode::kAllGatherReduceScatter && !experts.empty());
     if (is_gathered) stats.dispatch_bytes += (placement.ep_size() - 1) * row_bytes;
     for (int32_t rank = 0; rank < placement.ep_size(); ++rank) {
       const int64_t num_experts = experts_of_rank[rank];

@@ -7,7 +7,9 @@
 #include "absl/strings/str_cat.h"
 #include "server/control/request_stats.h"
 #include "server/control/route_call.h"
+#include "server/control/step_logits.h"
 #include "server/ops/call_error.h"
+#include "server/planning/monolithic_plan.h"
 
 namespace expertmesh {
 namespace {
@@ -155,6 +157,11 @@ StepOutcome StepRunner::Plan(const StepBatch& batch, StepRecord& record, Started
                                             .remote_ranks = group_->is_remote()});
   // An error of planning is no loss, whatever its code.
   if (!plan.ok()) return Fail(PlanError(plan.status()), record, /*was_lost=*/false);
+  if (plan->slices[0].header.strategy == DispatchMode::kAllGatherReduceScatterMonolithic) {
+    const absl::StatusOr<std::vector<float>> logits = StepLogits(batch.pieces, routers_);
+    if (!logits.ok()) return Fail(logits.status(), record, /*was_lost=*/false);
+    MakePlanMonolithic(*logits, *plan);
+  }
   record.plan_micros = plan_stopwatch.Micros();
   started.shard_offsets = plan->shard_offsets;
   record.strategy = plan->slices[0].header.strategy;

@@ -14,6 +14,7 @@
 #include "kernels/row_ops.h"
 #include "server/comm/communicator.h"
 #include "server/planning/step_plan.h"
+#include "server/routing/router.h"
 
 namespace expertmesh {
 
@@ -27,6 +28,9 @@ struct DispatchContext {
   Communicator* communicator = nullptr;  // may be null for a strategy that needs none
   StepArena* arena = nullptr;            // the stream's device: rows
   StepArena* host_arena = nullptr;       // host: indices and counts
+  // The layer's, for kAllGatherReduceScatterMonolithic; may be null for the others.
+  const Router* router = nullptr;
+  const Placement* placement = nullptr;
 };
 
 // Rows at their experts, as GroupedFfnParams takes them.
@@ -55,7 +59,9 @@ class DispatchHandle {
  public:
   virtual ~DispatchHandle() = default;
 
-  // The rows that this rank's experts compute on. They live until the handle goes.
+  // The rows that this rank's experts compute on. They live until the handle goes. Where the rank
+  // routes (kAllGatherReduceScatterMonolithic) it blocks until everybody's logits have come, or the
+  // communicator has broken.
   virtual absl::StatusOr<ExpertRows> Permute() = 0;
 
   // `expert_output` float32 [num_rows, hidden_size], the FFN's output on those rows. Sends the
@@ -77,7 +83,8 @@ class DispatchStrategy {
   // First phase: sends the rows of `slice` that belong elsewhere. Collective over the communicator
   // unless the strategy needs none. `slice` has passed CheckSlice for the context's experts;
   // `hidden_states` are host spans that add up to slice.num_source_tokens rows of hidden_size in
-  // activation_dtype; both outlive the handle. Only rows with an expert are read.
+  // activation_dtype; both outlive the handle. Only rows with an expert are read, but all of them
+  // where it is the rank that routes.
   // FAILED_PRECONDITION when the strategy needs a communicator and there is none;
   // RESOURCE_EXHAUSTED from the arenas.
   virtual absl::StatusOr<std::unique_ptr<DispatchHandle>> Dispatch(

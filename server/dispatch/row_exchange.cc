@@ -7,13 +7,6 @@
 #include "kernels/base/checked_math.h"
 
 namespace expertmesh {
-namespace {
-
-// Collectives within a step.
-constexpr uint32_t kDispatchOperation = 0;
-constexpr uint32_t kCombineOperation = 1;
-
-}  // namespace
 
 absl::Status CheckCommunicator(DispatchMode mode, const StepSlice& slice,
                                const DispatchContext& context) {
@@ -60,6 +53,17 @@ absl::StatusOr<std::unique_ptr<DispatchHandle>> RowExchange::Start(
 
 absl::Status RowExchange::Begin(absl::Span<const RowSpan> hidden_states) {
   if (absl::Status status = SendRows(hidden_states); !status.ok()) return status;
+  return Plan();
+}
+
+absl::Status RowExchange::BeginGathered(absl::Span<const RowSpan> hidden_states,
+                                        absl::Span<const RowSpan> gathered) {
+  sources_.assign(hidden_states.begin(), hidden_states.end());
+  sources_.insert(sources_.end(), gathered.begin(), gathered.end());
+  return Plan();
+}
+
+absl::Status RowExchange::Plan() {
   absl::StatusOr<Permutation> permutation =
       PlanPermutation(slice_, context_.num_local_experts, context_.format, context_.host_arena);
   if (!permutation.ok()) return permutation.status();

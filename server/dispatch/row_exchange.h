@@ -11,6 +11,10 @@
 
 namespace expertmesh {
 
+// The collectives of a step.
+inline constexpr uint32_t kDispatchOperation = 0;
+inline constexpr uint32_t kCombineOperation = 1;
+
 // Whether `context` has the communicator of the slice's rank; errors as DispatchStrategy::Dispatch,
 // and INVALID_ARGUMENT for another rank's.
 absl::Status CheckCommunicator(DispatchMode mode, const StepSlice& slice,
@@ -27,7 +31,10 @@ class RowExchange : public DispatchHandle {
 
   // First phase. Without a communicator in the context all rows must be the rank's own.
   absl::Status Begin(absl::Span<const RowSpan> hidden_states);
-  // The same for a new one.
+  // Instead of it, where everybody's rows are here already: `gathered`, in the step's order.
+  absl::Status BeginGathered(absl::Span<const RowSpan> hidden_states,
+                             absl::Span<const RowSpan> gathered);
+  // As Begin, for a new one.
   static absl::StatusOr<std::unique_ptr<DispatchHandle>> Start(
       const StepSlice& slice, absl::Span<const RowSpan> hidden_states,
       const DispatchContext& context);
@@ -53,6 +60,7 @@ class RowExchange : public DispatchHandle {
     int64_t num_remote_places = 0;  // in the buffer
   };
 
+  absl::Status Plan();
   absl::Status SendRows(absl::Span<const RowSpan> hidden_states);
   absl::Status SendRowsToOwners();
   absl::Status SendRowsToAll();

@@ -55,15 +55,17 @@ absl::StatusOr<StrategyChoice> ChooseStrategy(DispatchMode requested, const Step
     case DispatchMode::kAllToAll:
     case DispatchMode::kAllToAllFixedCapacity:
     case DispatchMode::kAllGatherReduceScatter:
+    case DispatchMode::kAllGatherReduceScatterMonolithic:
       return StrategyChoice{requested, kAskedFor};
   }
   return InvalidFieldError("options.dispatch", DispatchModeName(requested),
                            traffic.ep_size == 1
                                ? "auto, passthrough, all_to_all, all_to_all_fixed_capacity, "
-                                 "allgather_reducescatter or direct"
+                                 "allgather_reducescatter, allgather_reducescatter_monolithic or "
+                                 "direct"
                                : "auto, all_to_all, all_to_all_fixed_capacity, "
-                                 "allgather_reducescatter or direct where experts are on several "
-                                 "ranks");
+                                 "allgather_reducescatter, allgather_reducescatter_monolithic or "
+                                 "direct where experts are on several ranks");
 }
 
 }  // namespace expertmesh

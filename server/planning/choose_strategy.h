@@ -41,8 +41,9 @@ inline constexpr int64_t kMaxDirectBytes = int64_t{128} << 10;
 //                    bytes_per_row <= kMaxDirectBytes
 //   kAuto            anything else                                kAllToAll
 //
-// kAllGatherReduceScatter and kAllToAllFixedCapacity never move less than kAllToAll between pairs
-// of ranks, so they are only for those who ask. Errors name the field options.dispatch.
+// Both forms of kAllGatherReduceScatter, and kAllToAllFixedCapacity, never move less than kAllToAll
+// between pairs of ranks, so they are only for those who ask. Errors name the field
+// options.dispatch.
 absl::StatusOr<StrategyChoice> ChooseStrategy(DispatchMode requested, const StepTraffic& traffic);
 
 }  // namespace expertmesh

@@ -50,7 +50,8 @@ class Planner {
         per_expert_(params.header.combine == CombineMode::kPerExpert),
         distinct_(!params.header.apply_router_weight_on_input),
         strategy_(strategy),
-        gather_(strategy == DispatchMode::kAllGatherReduceScatter) {
+        gather_(strategy == DispatchMode::kAllGatherReduceScatter ||
+                strategy == DispatchMode::kAllGatherReduceScatterMonolithic) {
     plan_.slices.resize(ep_size_);
     for (StepSlice& slice : plan_.slices) {
       slice.header = params.header;

@@ -4,6 +4,7 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -163,6 +164,39 @@ absl::Status CheckGather(const StepSlice& slice) {
   return absl::OkStatus();
 }
 
+// The rank gets tokens and logits, and plans the rest itself.
+absl::Status CheckMonolithic(const StepSlice& slice) {
+  const std::pair<const char*, size_t> absent[] = {
+      {"send_counts", slice.send_counts.size()},
+      {"send_rows", slice.send_rows.size()},
+      {"recv_counts", slice.recv_counts.size()},
+      {"pair_offsets", slice.pair_offsets.size()},
+      {"pair_local_expert", slice.pair_local_expert.size()},
+      {"pair_k", slice.pair_k.size()},
+      {"pair_weights", slice.pair_weights.size()},
+      {"return_send_counts", slice.return_send_counts.size()},
+      {"return_recv_counts", slice.return_recv_counts.size()},
+      {"sum_offsets", slice.sum_offsets.size()},
+      {"sum_rows", slice.sum_rows.size()},
+      {"sum_weights", slice.sum_weights.size()},
+      {"gather_rows", slice.gather_rows.size()},
+  };
+  absl::Status status;
+  for (const auto& [field, length] : absent) status.Update(CheckLength(field, length, 0));
+  int64_t num_gathered = 0;
+  status.Update(CheckCounts("gather_counts", slice.gather_counts, slice.ep_size, &num_gathered));
+  if (!status.ok()) return status;
+  if (num_gathered > std::numeric_limits<int32_t>::max() - slice.num_source_tokens) {
+    return Bad("gather_counts", "more rows than an int32 index can name");
+  }
+  if (slice.gather_counts[slice.ep_rank] != slice.num_source_tokens) {
+    return Bad("gather_counts",
+               absl::StrCat(slice.gather_counts[slice.ep_rank], " rows of this rank, which has ",
+                            slice.num_source_tokens, " tokens"));
+  }
+  return absl::OkStatus();
+}
+
 // The rows fit their slots, and no size that follows from them overflows.
 absl::Status CheckSlots(const StepSlice& slice) {
   if (slice.header.strategy != DispatchMode::kAllToAllFixedCapacity) {
@@ -241,6 +275,12 @@ absl::Status CheckSums(const StepSlice& slice, int64_t num_return_received) {
 absl::Status CheckSlice(const StepSlice& slice, int32_t ep_rank, int32_t ep_size,
                         int32_t num_local_experts) {
   absl::Status status = CheckHeader(slice, ep_rank, ep_size);
+  if (slice.header.strategy == DispatchMode::kAllGatherReduceScatterMonolithic) {
+    if (status.ok()) status = CheckMonolithic(slice);
+    if (status.ok()) status = CheckSlots(slice);
+    return status;
+  }
+  status.Update(CheckLength("router_logits", slice.router_logits.size(), 0));
   int64_t num_sent = 0;
   int64_t num_received = 0;
   int64_t num_return_sent = 0;

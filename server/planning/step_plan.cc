@@ -48,6 +48,8 @@ const char* DispatchModeName(DispatchMode mode) {
       return "all_to_all_fixed_capacity";
     case DispatchMode::kAllGatherReduceScatter:
       return "allgather_reducescatter";
+    case DispatchMode::kAllGatherReduceScatterMonolithic:
+      return "allgather_reducescatter_monolithic";
     case DispatchMode::kDirect:
       return "direct";
   }

@@ -19,6 +19,7 @@ enum class DispatchMode : uint8_t {
   kAllToAll,
   kAllToAllFixedCapacity,
   kAllGatherReduceScatter,
+  kAllGatherReduceScatterMonolithic,
   kDirect
 };
 enum class CombineMode : uint8_t {
@@ -98,6 +99,12 @@ struct StepSlice {
   // expert, in the step's order, and picks from them what recv_counts would have brought.
   std::vector<int64_t> gather_counts;  // [ep_size] rows that each rank sends to all
   std::vector<int32_t> gather_rows;    // [num_received_rows] index among the gathered rows
+
+  // kAllGatherReduceScatterMonolithic alone, else empty: the router's logits of the shard's tokens,
+  // [num_source_tokens, num_experts + num_zero_experts]. Every rank gets all rows with theirs
+  // (gather_counts: all tokens), routes and plans by itself; of the arrays above the slice has none
+  // but gather_counts.
+  std::vector<float> router_logits;
 
   // kAllToAllFixedCapacity alone, else 0. Each rank sends each other one max_num_tokens rows, and
   // max_return_rows() back, whatever it needs; what the counts above do not use is never read as

@@ -7,6 +7,21 @@
 #include "server/rank/rank_step.h"
 
 namespace expertmesh {
+namespace {
+
+absl::StatusOr<std::unique_ptr<Router>> LoadRule(const WeightSource& source,
+                                                 const LayerSpec& layer) {
+  std::unique_ptr<LoadedGate> gate;
+  if (layer.has_gate && layer.router.has_correction_bias) {
+    absl::StatusOr<LoadedGate> loaded = source.LoadGate(layer.index);
+    if (!loaded.ok()) return loaded.status();
+    gate = std::make_unique<LoadedGate>();
+    gate->correction_bias = std::move(loaded->correction_bias);
+  }
+  return NewRouter(source.model(), layer, std::move(gate));
+}
+
+}  // namespace
 
 RankEngine::RankEngine(RankEngineOptions options)
     : options_(std::move(options)),
@@ -32,6 +47,10 @@ absl::Status RankEngine::LoadLayer(const WeightSource& source, const LayerSpec& 
   Layer layer;
   layer.num_local_experts = static_cast<int32_t>(local_experts.size());
   layer.hidden_size = model.hidden_size;
+  layer.placement = placement;
+  absl::StatusOr<std::unique_ptr<Router>> router = LoadRule(source, layer_spec);
+  if (!router.ok()) return router.status();
+  layer.router = *std::move(router);
   if (!local_experts.empty()) {
     absl::StatusOr<std::unique_ptr<ExpertKernels>> kernels = backend().NewExpertKernels(
         MakeExpertLayerShape(model, layer.num_local_experts, layer_spec.intermediate_size));

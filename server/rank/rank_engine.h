@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,7 @@
 #include "server/rank/rank_backend.h"
 #include "server/rank/shared_experts.h"
 #include "server/rank/token_shard.h"
+#include "server/routing/router.h"
 
 namespace expertmesh {
 
@@ -118,6 +120,9 @@ class RankEngine {
     int64_t hidden_size = 0;
     std::unique_ptr<ExpertKernels> kernels;  // null when the rank holds none of the experts
     std::unique_ptr<SharedExperts> shared;   // null when the layer has none
+    // For steps that ranks route themselves: the rule, with its correction bias but not the gate.
+    std::unique_ptr<Router> router;
+    std::optional<Placement> placement;
   };
 
   RankTraffic TakeTraffic();

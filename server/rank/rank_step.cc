@@ -164,6 +164,8 @@ absl::Status RankStep::Begin() {
   context.communicator = engine_.communicator_.get();
   context.arena = device_arena_.get();
   context.host_arena = host_arena_.get();
+  context.router = layer_->router.get();
+  context.placement = &*layer_->placement;
   absl::StatusOr<std::unique_ptr<DispatchHandle>> handle =
       (*strategy)->Dispatch(slice_, shard_.rows, context);
   if (!handle.ok()) return handle.status();

@@ -28,7 +28,7 @@ class RankStep {
  public:
   ~RankStep();
 
-  // Does not block on peers.
+  // Does not block on peers, but where the rank routes (DispatchHandle::Permute).
   absl::Status Compute();
   // The same for a step that overlaps with others: blocks until it is the step's turn and its rows
   // have come, or `deadline`. The turn ends with the last work on the experts.

@@ -33,6 +33,11 @@ class Router {
   virtual absl::Status RouteHidden(absl::Span<const RowSpan> hidden_states, DType dtype,
                                    absl::Span<int32_t> topk_ids,
                                    absl::Span<float> topk_weights) const = 0;
+
+  // The logits that RouteHidden goes by, [num_tokens, num_experts + num_zero_experts]: RouteLogits
+  // makes the same of them. FAILED_PRECONDITION without gate weights.
+  virtual absl::Status ComputeLogits(absl::Span<const RowSpan> hidden_states, DType dtype,
+                                     absl::Span<float> logits) const = 0;
 };
 
 // `gate` may be null: then only RouteLogits works.

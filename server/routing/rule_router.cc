@@ -139,9 +139,9 @@ absl::Status RuleRouter::RouteLogits(const std::byte* logits, DType dtype, int64
   return absl::OkStatus();
 }
 
-absl::Status RuleRouter::RouteHidden(absl::Span<const RowSpan> hidden_states, DType dtype,
-                                     absl::Span<int32_t> topk_ids,
-                                     absl::Span<float> topk_weights) const {
+absl::Status RuleRouter::ForEachLogits(
+    absl::Span<const RowSpan> hidden_states, DType dtype,
+    absl::FunctionRef<absl::Status(int64_t, const float*)> visit) const {
   if (!has_gate_) {
     return CallError(ErrorReason::kNoGateWeights,
                      absl::StrCat("layer ", layer_.index,
@@ -154,19 +154,15 @@ absl::Status RuleRouter::RouteHidden(absl::Span<const RowSpan> hidden_states, DT
   }
   int64_t num_tokens = 0;
   for (const RowSpan& span : hidden_states) num_tokens += span.num_rows;
-  if (absl::Status status = CheckSizes(num_tokens, topk_ids, topk_weights); !status.ok()) {
-    return status;
-  }
   const int64_t chunk =
       std::min(num_tokens,
                std::max<int64_t>(16, kGateChunkBytes / (padded_hidden_ * int64_t{sizeof(float)})));
-  Scratch scratch(padded_logits_, layer_.topk, layer_.router.num_groups);
   std::vector<float> rows(chunk * padded_hidden_, 0.0f);
   std::vector<float> logits(chunk * padded_logits_);
   const int64_t row_bytes = hidden_size_ * DTypeBytes(dtype);
   int64_t token = 0;  // the first of the chunk
   int64_t num_rows = 0;
-  const auto route_chunk = [&]() -> absl::Status {
+  const auto visit_chunk = [&]() -> absl::Status {
     GateMatmul({.rows = rows.data(),
                 .gate = gate_.data(),
                 .num_tokens = num_rows,
@@ -175,15 +171,9 @@ absl::Status RuleRouter::RouteHidden(absl::Span<const RowSpan> hidden_states, DT
                 .logits_stride = padded_logits_,
                 .logits = logits.data()});
     for (int64_t t = 0; t < num_rows; ++t) {
-      const float* row = logits.data() + t * padded_logits_;
-      for (int64_t e = 0; e < num_logits_; ++e) {
-        scratch.logits[e] = gate_bias_.empty() ? row[e] : row[e] + gate_bias_[e];
-      }
-      const int64_t at = (token + t) * layer_.topk;
-      if (RouteRow(scratch, topk_ids.data() + at, topk_weights.data() + at)) continue;
-      return InvalidFieldError("hidden_states",
-                               absl::StrCat("at token ", token + t, " without finite logits"),
-                               "rows whose product with the gate is finite");
+      float* const row = logits.data() + t * padded_logits_;
+      for (size_t e = 0; e < gate_bias_.size(); ++e) row[e] += gate_bias_[e];
+      if (absl::Status status = visit(token + t, row); !status.ok()) return status;
     }
     token += num_rows;
     num_rows = 0;
@@ -194,10 +184,44 @@ absl::Status RuleRouter::RouteHidden(absl::Span<const RowSpan> hidden_states, DT
       LoadRow(span.data + i * row_bytes, dtype, hidden_size_,
               rows.data() + num_rows * padded_hidden_);
       if (++num_rows < chunk) continue;
-      if (absl::Status status = route_chunk(); !status.ok()) return status;
+      if (absl::Status status = visit_chunk(); !status.ok()) return status;
     }
   }
-  return num_rows > 0 ? route_chunk() : absl::OkStatus();
+  return num_rows > 0 ? visit_chunk() : absl::OkStatus();
+}
+
+absl::Status RuleRouter::RouteHidden(absl::Span<const RowSpan> hidden_states, DType dtype,
+                                     absl::Span<int32_t> topk_ids,
+                                     absl::Span<float> topk_weights) const {
+  int64_t num_tokens = 0;
+  for (const RowSpan& span : hidden_states) num_tokens += span.num_rows;
+  if (has_gate_) {
+    absl::Status status = CheckSizes(num_tokens, topk_ids, topk_weights);
+    if (!status.ok()) return status;
+  }
+  Scratch scratch(padded_logits_, layer_.topk, layer_.router.num_groups);
+  return ForEachLogits(hidden_states, dtype, [&](int64_t token, const float* logits) {
+    std::copy_n(logits, num_logits_, scratch.logits.begin());
+    const int64_t at = token * layer_.topk;
+    if (RouteRow(scratch, topk_ids.data() + at, topk_weights.data() + at)) return absl::OkStatus();
+    return InvalidFieldError("hidden_states",
+                             absl::StrCat("at token ", token, " without finite logits"),
+                             "rows whose product with the gate is finite");
+  });
+}
+
+absl::Status RuleRouter::ComputeLogits(absl::Span<const RowSpan> hidden_states, DType dtype,
+                                       absl::Span<float> logits) const {
+  int64_t num_tokens = 0;
+  for (const RowSpan& span : hidden_states) num_tokens += span.num_rows;
+  if (static_cast<int64_t>(logits.size()) != num_tokens * num_logits_) {
+    return absl::InternalError(absl::StrCat("router: room for ", logits.size(), " logits; ",
+                                            num_tokens * num_logits_, " needed"));
+  }
+  return ForEachLogits(hidden_states, dtype, [&](int64_t token, const float* row) {
+    std::copy_n(row, num_logits_, logits.begin() + token * num_logits_);
+    return absl::OkStatus();
+  });
 }
 
 float* RuleRouter::ScoreRow(float max, Scratch& scratch) const {

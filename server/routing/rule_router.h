@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "server/routing/router.h"
 
 namespace expertmesh {
@@ -26,9 +27,16 @@ class RuleRouter : public Router {
   absl::Status RouteHidden(absl::Span<const RowSpan> hidden_states, DType dtype,
                            absl::Span<int32_t> topk_ids,
                            absl::Span<float> topk_weights) const override;
+  absl::Status ComputeLogits(absl::Span<const RowSpan> hidden_states, DType dtype,
+                             absl::Span<float> logits) const override;
 
  private:
   struct Scratch;
+
+  // Calls visit(token, logits [num_logits_]) for each token in turn, until it fails.
+  absl::Status ForEachLogits(
+      absl::Span<const RowSpan> hidden_states, DType dtype,
+      absl::FunctionRef<absl::Status(int64_t token, const float* logits)> visit) const;
 
   absl::Status CheckSizes(int64_t num_tokens, absl::Span<const int32_t> topk_ids,
                           absl::Span<const float> topk_weights) const;

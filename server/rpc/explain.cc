@@ -87,13 +87,19 @@ class Explanation {
     if (slice.header.strategy != DispatchMode::kDirect) {
       out->set_num_source_tokens(out->num_source_tokens() + slice.num_source_tokens);
     }
-    const int64_t row_bytes = call_.model->hidden_size * DTypeBytes(call_.activation_dtype);
+    const bool with_logits =
+        slice.header.strategy == DispatchMode::kAllGatherReduceScatterMonolithic;
+    const int64_t num_logits =
+        int64_t{call_.layer->num_experts} + call_.layer->router.num_zero_experts;
+    const int64_t row_bytes = call_.model->hidden_size * DTypeBytes(call_.activation_dtype) +
+                              (with_logits ? num_logits * int64_t{sizeof(float)} : 0);
     const int64_t partial_bytes = call_.model->hidden_size * DTypeBytes(call_.combine_dtype);
     for (int32_t peer = 0; peer < slice.ep_size; ++peer) {
       out->set_send_counts(peer, out->send_counts(peer) + slice.send_counts[peer]);
       if (peer == slice.ep_rank) continue;
       const bool has_slots = slice.max_num_tokens > 0;
       const int64_t num_sent = has_slots                     ? slice.max_num_tokens
+                               : with_logits                 ? slice.num_source_tokens
                                : slice.gather_counts.empty() ? slice.send_counts[peer]
                                                              : slice.gather_counts[slice.ep_rank];
       const int64_t num_returned =

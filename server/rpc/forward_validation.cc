@@ -123,6 +123,11 @@ absl::Status ApplyOptions(const v1::ForwardOptions& options, DType hidden_dtype,
 
 // Where the request does not choose, the server's choice gives way to what the call asks for.
 void LetDispatchGiveWay(const v1::ForwardOptions& options, ForwardCall& call) {
+  // The other form of the same, where there is nothing to route.
+  if (call.dispatch == DispatchMode::kAllGatherReduceScatterMonolithic &&
+      call.routing == RoutingKind::kTopK) {
+    call.dispatch = DispatchMode::kAllGatherReduceScatter;
+  }
   if (options.dispatch() != v1::DISPATCH_MODE_UNSPECIFIED &&
       options.dispatch() != v1::DISPATCH_MODE_AUTO) {
     return;

@@ -81,13 +81,15 @@ absl::StatusOr<v1::StepSlice> ToWire(const StepSlice& slice, absl::Duration time
   PackSame(slice.pair_weights, wire.mutable_pair_weights());
   PackSame(slice.sum_weights, wire.mutable_sum_weights());
   PackSame(slice.gather_rows, wire.mutable_gather_rows());
+  PackSame(slice.router_logits, wire.mutable_router_logits());
   return wire;
 }
 
 absl::StatusOr<DispatchMode> StrategyFromWire(v1::DispatchMode mode) {
   for (const DispatchMode known :
        {DispatchMode::kPassthrough, DispatchMode::kAllToAll, DispatchMode::kAllToAllFixedCapacity,
-        DispatchMode::kAllGatherReduceScatter, DispatchMode::kDirect}) {
+        DispatchMode::kAllGatherReduceScatter, DispatchMode::kAllGatherReduceScatterMonolithic,
+        DispatchMode::kDirect}) {
     if (DispatchModeToWire(known) == mode) return known;
   }
   return InvalidFieldError("slice.strategy", static_cast<int>(mode), "a strategy");
@@ -130,6 +132,7 @@ absl::StatusOr<StepSlice> FromWire(const v1::StepSlice& wire) {
   slice.sum_weights = Unpack<float>(wire.sum_weights());
   slice.gather_counts = Unpack<int64_t>(wire.gather_counts());
   slice.gather_rows = Unpack<int32_t>(wire.gather_rows());
+  slice.router_logits = Unpack<float>(wire.router_logits());
   slice.max_num_tokens = wire.max_num_tokens();
   slice.max_topk = wire.max_topk();
   return slice;

@@ -48,6 +48,8 @@ v1::DispatchMode DispatchModeToWire(DispatchMode mode) {
       return v1::DISPATCH_MODE_ALL_TO_ALL_FIXED_CAPACITY;
     case DispatchMode::kAllGatherReduceScatter:
       return v1::DISPATCH_MODE_ALLGATHER_REDUCESCATTER;
+    case DispatchMode::kAllGatherReduceScatterMonolithic:
+      return v1::DISPATCH_MODE_ALLGATHER_REDUCESCATTER_MONOLITHIC;
     case DispatchMode::kDirect:
       return v1::DISPATCH_MODE_DIRECT;
   }

@@ -22,7 +22,7 @@ const bool kMallocSet = [] {
   return true;
 }();
 
-// Args: tokens, ranks, combine mode.
+// Args: tokens, ranks, combine mode, whether with a fixed capacity.
 void BM_PlanStep(benchmark::State& state) {
   const int64_t num_tokens = state.range(0);
   std::mt19937_64 random(1);
@@ -45,6 +45,10 @@ void BM_PlanStep(benchmark::State& state) {
   params.header.combine = static_cast<CombineMode>(state.range(2));
   params.segments = absl::MakeConstSpan(&segment, 1);
   params.placement = &*placement;
+  if (state.range(3) != 0) {
+    params.header.strategy = DispatchMode::kAllToAllFixedCapacity;
+    params.max_num_tokens = num_tokens;
+  }
   for (auto _ : state) {
     absl::StatusOr<StepPlan> plan = PlanStep(params);
     benchmark::DoNotOptimize(plan->slices.data());
@@ -56,10 +60,11 @@ void BM_PlanStep(benchmark::State& state) {
       pairs, benchmark::Counter::kIsIterationInvariantRate | benchmark::Counter::kInvert);
 }
 BENCHMARK(BM_PlanStep)
-    ->ArgNames({"tokens", "ranks", "per_expert"})
-    ->Args({1, 2, 0})
-    ->Args({64, 8, 0})
-    ->ArgsProduct({{4096, 65536}, {1, 8, 16, 64}, {0, 1}});
+    ->ArgNames({"tokens", "ranks", "per_expert", "slots"})
+    ->Args({1, 2, 0, 0})
+    ->Args({64, 8, 0, 0})
+    ->ArgsProduct({{4096}, {8, 64}, {0}, {1}})
+    ->ArgsProduct({{4096, 65536}, {1, 8, 16, 64}, {0, 1}, {0}});
 
 }  // namespace
 }  // namespace expertmesh

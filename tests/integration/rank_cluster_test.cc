@@ -7,10 +7,12 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/base/dtype.h"
 #include "tests/integration/rank_load.h"
 #include "tests/integration/server_under_test.h"
 
@@ -49,6 +51,52 @@ TEST(RankClusterTest, BytesAreThoseOfOneProcess) {
           EXPECT_EQ(outcome.response.served_by().strategy(), mode);
         }
       }
+    }
+    ASSERT_FALSE(HasFailure());
+  }
+}
+
+// By given logits or the server's gate, with a rule that has groups and a correction bias.
+TEST(RankClusterTest, RanksThatRouteGiveTheBytesOfOneProcess) {
+  constexpr char kWithBias[] = "tests/golden/deepseek_v3";
+  for (const int32_t num_ranks : {2, 3}) {
+    SCOPED_TRACE(absl::StrCat(num_ranks, " ranks"));
+    Oracle oracle(num_ranks, kWithBias);
+    ASSERT_TRUE(oracle.ok());
+    const auto cluster = RankCluster::Start(
+        {.checkpoint = kWithBias,
+         .ep_size = num_ranks,
+         .control_args = {"--dispatch=allgather_reducescatter_monolithic", "--max_step_tokens=9"}});
+    ASSERT_NE(cluster, nullptr);
+    for (uint64_t seed = 0; seed < 20; ++seed) {
+      SCOPED_TRACE(absl::StrCat("seed ", seed));
+      v1::ForwardRequest request = RandomRequest(oracle.model, seed);
+      const int64_t num_tokens = request.hidden_states().shape(0);
+      if (seed % 3 == 0) {
+        request.mutable_server_gate();
+      } else if (seed % 3 == 1) {
+        std::mt19937_64 random(seed);
+        std::normal_distribution<float> normal;
+        v1::Tensor* logits = request.mutable_router_logits();
+        for (const v1::LayerInfo& layer : oracle.model.layers()) {
+          if (layer.index() != request.layer()) continue;
+          logits->set_dtype(v1::DATA_TYPE_FLOAT16);
+          logits->add_shape(num_tokens);
+          logits->add_shape(layer.num_experts());
+          logits->mutable_data()->resize(2 * num_tokens * layer.num_experts());
+          for (int64_t i = 0; i < num_tokens * layer.num_experts(); ++i) {
+            StoreFloat(logits->mutable_data()->data(), DType::kFloat16, i, normal(random));
+          }
+        }
+      }
+      const std::string answer = oracle.Answer(request);
+      const CallOutcome outcome = cluster->control().Forward(request);
+      ASSERT_TRUE(outcome.ok()) << outcome;
+      ASSERT_EQ(outcome.response.output().data(), answer);
+      if (num_tokens == 0) continue;
+      EXPECT_EQ(outcome.response.served_by().strategy(),
+                seed % 3 == 2 ? v1::DISPATCH_MODE_ALLGATHER_REDUCESCATTER
+                              : v1::DISPATCH_MODE_ALLGATHER_REDUCESCATTER_MONOLITHIC);
     }
     ASSERT_FALSE(HasFailure());
   }

@@ -28,10 +28,10 @@ std::string HeartbeatFlag();
 // Up to 59 tokens, with ids of -1 and ids that come twice among them.
 v1::ForwardRequest RandomRequest(const v1::GetModelResponse& model, uint64_t seed);
 
-// What one process with as many ranks inside answers, for kRankCheckpoint.
+// What one process with as many ranks inside answers.
 class Oracle {
  public:
-  explicit Oracle(int32_t num_ranks);
+  explicit Oracle(int32_t num_ranks, const char* checkpoint = kRankCheckpoint);
   bool ok() const { return server_ != nullptr && model.layers_size() > 0; }
   std::string Answer(const v1::ForwardRequest& request);
 

@@ -19,6 +19,7 @@ namespace {
 constexpr int64_t kHidden = 40;
 constexpr int64_t kTokens = 23;
 constexpr int32_t kTopK = 3;
+constexpr int32_t kExperts = 9;
 
 // The real ranks: what batching does must not change a byte.
 class StepControllerLocalGroupTest : public testing::TestWithParam<int32_t> {
@@ -31,7 +32,7 @@ class StepControllerLocalGroupTest : public testing::TestWithParam<int32_t> {
     spec.weight_dtype = DType::kBFloat16;
     LayerSpec& layer = spec.layers.emplace_back();
     layer.index = 2;
-    layer.num_experts = 9;
+    layer.num_experts = kExperts;
     layer.topk = kTopK;
     layer.intermediate_size = 24;
     layer.has_gate = true;
@@ -48,6 +49,10 @@ class StepControllerLocalGroupTest : public testing::TestWithParam<int32_t> {
     hidden_.resize(kTokens * kHidden * 2);
     for (int64_t i = 0; i < kTokens * kHidden; ++i) {
       StoreFloat(hidden_.data(), DType::kBFloat16, i, normal(random));
+    }
+    logits_.resize(kTokens * kExperts * 2);
+    for (int64_t i = 0; i < kTokens * kExperts; ++i) {
+      StoreFloat(logits_.data(), DType::kFloat16, i, normal(random));
     }
     for (int64_t i = 0; i < kTokens * kTopK; ++i) {
       ids_.push_back(static_cast<int32_t>(random() % 10) - 1);
@@ -79,6 +84,11 @@ class StepControllerLocalGroupTest : public testing::TestWithParam<int32_t> {
       call->topk_ids = Copy(ids_.data() + first * kTopK, count * kTopK * 4);
       call->topk_weights = Copy(weights_.data() + first * kTopK, count * kTopK * 4);
     }
+    if (routing == RoutingKind::kRouterLogits) {
+      call->topk = kTopK;
+      call->router_logits = Copy(logits_.data() + first * kExperts * 2, count * kExperts * 2);
+      call->router_logits_dtype = DType::kFloat16;
+    }
     call->hidden_states = Copy(hidden_.data() + first * kHidden * 2, count * kHidden * 2);
     auto answer = std::make_shared<Answer>();
     call->done = [answer](absl::StatusOr<ForwardResult> result) { answer->Set(std::move(result)); };
@@ -103,6 +113,7 @@ class StepControllerLocalGroupTest : public testing::TestWithParam<int32_t> {
   std::unique_ptr<StepController> controller_;
   std::vector<std::byte> hidden_;
   std::vector<int32_t> ids_;
+  std::vector<std::byte> logits_;  // float16
   std::vector<float> weights_;
 };
 
@@ -161,6 +172,28 @@ TEST_P(StepControllerLocalGroupTest, StepsFitTheSlotsOfAFixedCapacity) {
       EXPECT_GE(controller_->Snapshot().steps, (least + slots - 1) / slots);
       EXPECT_LE(controller_->Snapshot().steps, (kTokens + slots - 1) / slots);
     }
+  }
+}
+
+// The ranks route by the logits, given or made by the gate, and get the routing's bytes.
+TEST_P(StepControllerLocalGroupTest, RanksThatRouteGiveTheSameBytes) {
+  for (const RoutingKind routing : {RoutingKind::kRouterLogits, RoutingKind::kServerGate}) {
+    Start({});
+    const std::vector<std::byte> expected =
+        Bytes(*Submit(0, kTokens, routing, false, DispatchMode::kAllGatherReduceScatter));
+    for (const double max_inline_micros : {0.0, 1e9}) {
+      for (const int64_t max_step_tokens : {1, 6, 100}) {
+        StepControllerOptions options;
+        options.max_inline_micros = max_inline_micros;
+        options.max_step_tokens = max_step_tokens;
+        Start(options);
+        const auto answer =
+            Submit(0, kTokens, routing, true, DispatchMode::kAllGatherReduceScatterMonolithic);
+        EXPECT_EQ(Bytes(*answer), expected);
+        EXPECT_EQ((*answer->Wait()).strategy, DispatchMode::kAllGatherReduceScatterMonolithic);
+      }
+    }
+    EXPECT_NE(expected, std::vector<std::byte>(expected.size()));
   }
 }
 

@@ -19,6 +19,8 @@
 #include "gtest/gtest.h"
 #include "server/comm/in_memory_rendezvous_store.h"
 #include "server/comm/tcp_communicator.h"
+#include "server/planning/monolithic_plan.h"
+#include "server/routing/router.h"
 #include "tests/server/dispatch/dispatch_ranks.h"
 #include "tests/server/planning/random_routing.h"
 
@@ -31,6 +33,7 @@ constexpr int32_t kTopk = 6;
 constexpr int32_t kExperts = 12;
 constexpr int64_t kRowBytes = kHidden * 4;      // float32
 constexpr int64_t kPartialBytes = kHidden * 2;  // float16
+constexpr int64_t kLogitsBytes = kExperts * 4;  // float32
 
 std::vector<std::unique_ptr<Communicator>> TcpGroup(int32_t ep_size) {
   InMemoryRendezvousStore store;
@@ -76,15 +79,36 @@ struct Case {
   Placement placement;
   std::vector<int64_t> shard_sizes;
   std::vector<float> hidden;
+  std::unique_ptr<Router> router;
+  std::vector<float> logits;  // of the router, where it is what made the routing
 
-  Case(uint64_t seed, int32_t ep_size) : Case(std::mt19937_64(seed), ep_size) {}
-  Case(std::mt19937_64 random, int32_t ep_size)
+  Case(uint64_t seed, int32_t ep_size, DispatchMode strategy)
+      : Case(std::mt19937_64(seed), ep_size, strategy) {}
+  Case(std::mt19937_64 random, int32_t ep_size, DispatchMode strategy)
       : routing(MakeRandomRouting(random, kTokens, kTopk, kExperts)),
         placement(MakeRandomPlacement(random, kExperts, ep_size)),
         shard_sizes(MakeRandomShardSizes(random, kTokens, ep_size)) {
     for (int64_t i = 0; i < kTokens * kHidden; ++i) {
       hidden.push_back(static_cast<float>(random() % 64));
     }
+    if (strategy == DispatchMode::kAllGatherReduceScatterMonolithic) RouteByLogits(random);
+  }
+
+  void RouteByLogits(std::mt19937_64& random) {
+    ModelSpec model;
+    model.hidden_size = kHidden;
+    LayerSpec& layer = model.layers.emplace_back();
+    layer.num_experts = kExperts;
+    layer.topk = kTopk;
+    router = *NewRouter(model, layer, nullptr);
+    std::normal_distribution<float> normal;
+    logits.resize(kTokens * kExperts);
+    for (float& logit : logits) logit = normal(random);
+    EXPECT_TRUE(router
+                    ->RouteLogits(reinterpret_cast<const std::byte*>(logits.data()),
+                                  DType::kFloat32, kTokens, absl::MakeSpan(routing.topk_ids),
+                                  absl::MakeSpan(routing.topk_weights))
+                    .ok());
   }
 
   StepPlan Plan(DispatchMode strategy, CombineMode combine, int64_t max_num_tokens) const {
@@ -99,7 +123,11 @@ struct Case {
     params.placement = &placement;
     params.shard_sizes = shard_sizes;
     params.max_num_tokens = max_num_tokens;
-    return *PlanStep(params);
+    StepPlan plan = *PlanStep(params);
+    if (strategy == DispatchMode::kAllGatherReduceScatterMonolithic) {
+      MakePlanMonolithic(logits, plan);
+    }
+    return plan;
   }
 
   // Counted from the routing alone.
@@ -119,8 +147,11 @@ struct Case {
                                             [](const auto& ids) { return !ids.empty(); });
         for (int32_t owner = 0; owner < ep_size; ++owner) {
           if (owner == source) continue;
-          const bool is_gathered = strategy == DispatchMode::kAllGatherReduceScatter && has_expert;
+          const bool with_logits = strategy == DispatchMode::kAllGatherReduceScatterMonolithic;
+          const bool is_gathered =
+              with_logits || (strategy == DispatchMode::kAllGatherReduceScatter && has_expert);
           if (is_gathered || !experts[owner].empty()) out[source][owner] += kRowBytes;
+          if (with_logits) out[source][owner] += kLogitsBytes;
           const auto num_experts = static_cast<int64_t>(experts[owner].size());
           back[owner][source] += kPartialBytes * (combine == CombineMode::kPerExpert
                                                       ? num_experts
@@ -145,8 +176,8 @@ struct Case {
 
 // A row crosses once per (token, owner) that is not its source, however many of the owner's experts
 // it needs, and what comes back is one partial each, or one row per expert. Gathered, each row with
-// an expert goes once to everyone; what comes back is the same. With a fixed capacity nothing
-// depends on the routing.
+// an expert goes once to everyone, or every row with its logits; what comes back is the same. With
+// a fixed capacity nothing depends on the routing.
 class BytesOnTheWireTest : public ::testing::TestWithParam<std::tuple<DispatchMode, CombineMode>> {
  protected:
   const DispatchMode strategy_ = std::get<0>(GetParam());
@@ -157,10 +188,11 @@ TEST_P(BytesOnTheWireTest, NothingCrossesTwice) {
   for (uint64_t seed = 1; seed <= 20; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     const auto ep_size = static_cast<int32_t>(1 + seed % 7);
-    const Case c(seed, ep_size);
+    const Case c(seed, ep_size, strategy_);
     const StepPlan exact = c.Plan(DispatchMode::kAllToAll, combine_, 0);
     const StepPlan plan = c.Plan(strategy_, combine_, kTokens);
     DispatchRanks ranks(plan, c.placement, kHidden, c.hidden);
+    ranks.set_router(c.router.get());
     EXPECT_EQ(ranks.Run(), DispatchRanks(exact, c.placement, kHidden, c.hidden).Run());
     const PairBytes expected = c.Expected(strategy_, combine_, kTokens);
     for (int32_t rank = 0; rank < ep_size; ++rank) {
@@ -175,13 +207,15 @@ TEST_P(BytesOnTheWireTest, NothingCrossesTwice) {
 TEST_P(BytesOnTheWireTest, TcpAddsNextToNothing) {
   for (const int32_t ep_size : {2, 3, 4}) {
     SCOPED_TRACE(std::to_string(ep_size) + " ranks");
-    const Case c(static_cast<uint64_t>(ep_size), ep_size);
+    const Case c(static_cast<uint64_t>(ep_size), ep_size, strategy_);
     const StepPlan plan = c.Plan(strategy_, combine_, kTokens);
     DispatchRanks ranks(plan, c.placement, kHidden, c.hidden, TcpGroup(ep_size));
+    ranks.set_router(c.router.get());
     const int64_t received_before = BytesReceivedOverTcp();
     const std::vector<float> outputs = ranks.Run();
     const int64_t received = BytesReceivedOverTcp() - received_before;
-    EXPECT_EQ(outputs, DispatchRanks(plan, c.placement, kHidden, c.hidden).Run());
+    const StepPlan exact = c.Plan(DispatchMode::kAllToAll, combine_, 0);
+    EXPECT_EQ(outputs, DispatchRanks(exact, c.placement, kHidden, c.hidden).Run());
     int64_t rows = 0;
     for (const std::vector<int64_t>& from : c.Expected(strategy_, combine_, kTokens)) {
       for (const int64_t bytes : from) rows += bytes;
@@ -196,7 +230,8 @@ INSTANTIATE_TEST_SUITE_P(
     All, BytesOnTheWireTest,
     ::testing::Combine(::testing::Values(DispatchMode::kAllToAll,
                                          DispatchMode::kAllToAllFixedCapacity,
-                                         DispatchMode::kAllGatherReduceScatter),
+                                         DispatchMode::kAllGatherReduceScatter,
+                                         DispatchMode::kAllGatherReduceScatterMonolithic),
                        ::testing::Values(CombineMode::kSum, CombineMode::kPerExpert)),
     [](const auto& test) {
       return std::string(DispatchModeName(std::get<0>(test.param))) + "_" +

@@ -45,6 +45,8 @@ void DispatchRanks::Dispatch(int32_t ep_rank, Rank& rank) {
                  plan_.shard_offsets[ep_rank + 1] - first}};
   const StepSlice& slice = plan_.slices[ep_rank];
   DispatchContext context;
+  context.router = router_;
+  context.placement = &placement_;
   context.hidden_size = hidden_size_;
   context.num_local_experts = static_cast<int32_t>(placement_.local_experts(ep_rank).size());
   context.row_ops = rank.row_ops.get();

@@ -29,6 +29,8 @@ class DispatchRanks {
                 const std::vector<float>& hidden,
                 std::vector<std::unique_ptr<Communicator>> communicators);
 
+  // For a plan that leaves the routing to the ranks; outlives them.
+  void set_router(const Router* router) { router_ = router; }
   const Communicator& communicator(int32_t rank) const { return *communicators_[rank]; }
 
   // Output rows of all tokens, float32, by the plan's strategy.
@@ -46,6 +48,7 @@ class DispatchRanks {
   const int64_t hidden_size_;
   const std::vector<float>& hidden_;
   const std::function<std::unique_ptr<Stream>()> new_stream_;
+  const Router* router_ = nullptr;
   HostBufferPool memory_{HostBufferPoolOptions{.poison_byte = 0xff}};
   std::vector<std::unique_ptr<Communicator>> communicators_;
 };

@@ -16,7 +16,8 @@ using ::testing::ElementsAre;
 TEST(FindDispatchStrategyTest, KnowsItsModes) {
   for (const DispatchMode mode :
        {DispatchMode::kPassthrough, DispatchMode::kAllToAll, DispatchMode::kAllToAllFixedCapacity,
-        DispatchMode::kAllGatherReduceScatter, DispatchMode::kDirect}) {
+        DispatchMode::kAllGatherReduceScatter, DispatchMode::kAllGatherReduceScatterMonolithic,
+        DispatchMode::kDirect}) {
     EXPECT_EQ((*FindDispatchStrategy(mode))->mode(), mode);
   }
   for (const DispatchMode mode : {DispatchMode::kAuto, static_cast<DispatchMode>(77)}) {

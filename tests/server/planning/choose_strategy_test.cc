@@ -22,7 +22,9 @@ TEST(ChooseStrategyTest, AsRequested) {
   EXPECT_EQ(Choose(DispatchMode::kPassthrough, Local(1)), DispatchMode::kPassthrough);
   for (const int32_t ep_size : {1, 2, 7}) {
     for (const DispatchMode mode :
-         {DispatchMode::kAllToAll, DispatchMode::kAllGatherReduceScatter, DispatchMode::kDirect}) {
+         {DispatchMode::kAllToAll, DispatchMode::kAllToAllFixedCapacity,
+          DispatchMode::kAllGatherReduceScatter, DispatchMode::kAllGatherReduceScatterMonolithic,
+          DispatchMode::kDirect}) {
       EXPECT_EQ(Choose(mode, Local(ep_size)), mode);
     }
   }

@@ -48,6 +48,11 @@ TEST_P(RouterGateTest, RoutesByTheProductWithTheGate) {
     const absl::StatusOr<Routing> routing =
         RouteRows(*router, {{bytes.data() + 1, kTokens}}, dtype);
     ASSERT_TRUE(routing.ok()) << routing.status();
+    // Whoever routes by the gate's logits gets the same.
+    std::vector<float> gate_logits(kTokens * kExperts);
+    const RowSpan rows{bytes.data() + 1, kTokens};
+    ASSERT_TRUE(router->ComputeLogits({&rows, 1}, dtype, absl::MakeSpan(gate_logits)).ok());
+    EXPECT_TRUE(SameBytes(*RouteFloats(*router, gate_logits), *routing));
     const std::vector<double> logits =
         ReferenceRouterLogits(rounded, gate_weight, gate_bias, hidden_size, kExperts);
     const ReferenceRouting expected = ReferenceRoute(ReferenceRule(layer, {}), logits, kExperts);
@@ -56,6 +61,22 @@ TEST_P(RouterGateTest, RoutesByTheProductWithTheGate) {
       ASSERT_NEAR(routing->weights[i], expected.topk_weights[i], 2e-6) << i;
     }
   }
+}
+
+TEST(RouterTest, LogitsNeedAGateAndTheirRoom) {
+  const LayerSpec layer = Layer(3, 2, {});
+  const std::vector<float> hidden = {1, 2};
+  const RowSpan rows{reinterpret_cast<const std::byte*>(hidden.data()), 1};
+  std::vector<float> logits(3);
+  EXPECT_EQ(MakeRouter(layer, nullptr, 2)
+                ->ComputeLogits({&rows, 1}, DType::kFloat32, absl::MakeSpan(logits))
+                .code(),
+            absl::StatusCode::kFailedPrecondition);
+  logits.resize(2);
+  EXPECT_EQ(MakeRouter(layer, nullptr, 2)
+                ->ComputeLogits({&rows, 1}, DType::kFloat32, absl::MakeSpan(logits))
+                .code(),
+            absl::StatusCode::kInternal);
 }
 
 TEST(RouterTest, LogitsMayBeNarrowAndUnaligned) {

@@ -208,6 +208,20 @@ TEST_F(ForwardValidationTest, SlotsAreForTheModelsOwnTopK) {
   EXPECT_EQ(dispatch(3), DispatchMode::kAuto);
 }
 
+TEST_F(ForwardValidationTest, GivenTopKLeavesRanksNothingToRoute) {
+  validator_ = MakeValidator(&model_, DispatchMode::kAllGatherReduceScatterMonolithic);
+  v1::ForwardRequest request = GoodRequest(Target(), 4, 2);
+  ASSERT_TRUE(Validate(request).ok()) << Validate(request).status();
+  EXPECT_EQ(Validate(request)->call->dispatch, DispatchMode::kAllGatherReduceScatter);
+  v1::Tensor* logits = request.mutable_router_logits();
+  logits->set_dtype(v1::DATA_TYPE_FLOAT32);
+  logits->add_shape(4);
+  logits->add_shape(5);
+  logits->set_data(std::string(4 * 5 * 4, '\0'));
+  ASSERT_TRUE(Validate(request).ok()) << Validate(request).status();
+  EXPECT_EQ(Validate(request)->call->dispatch, DispatchMode::kAllGatherReduceScatterMonolithic);
+}
+
 TEST_F(ForwardValidationTest, AnAnswerThatWouldNotFitIsRefusedBeforeItIsComputed) {
   ForwardLimits limits = validator_.limits();
   limits.max_output_bytes = 4 * 6 * 2;

@@ -11,6 +11,7 @@
 
 #include "kernels/base/host_buffer_pool.h"
 #include "server/ops/call_error.h"
+#include "server/planning/monolithic_plan.h"
 #include "server/planning/slice_check.h"
 #include "tests/server/planning/random_routing.h"
 
@@ -69,8 +70,16 @@ struct Example {
     params.segments = segments;
     params.placement = &placement;
     params.max_num_tokens = 50;
-    const absl::StatusOr<StepPlan> plan = PlanStep(params);
+    if (seed % 5 == 0) {
+      params.header.strategy = DispatchMode::kAllGatherReduceScatterMonolithic;
+    }
+    absl::StatusOr<StepPlan> plan = PlanStep(params);
     EXPECT_TRUE(plan.ok()) << plan.status();
+    if (seed % 5 == 0) {
+      std::vector<float> logits(num_tokens * num_experts);
+      for (float& logit : logits) logit = static_cast<float>(random());
+      MakePlanMonolithic(logits, *plan);
+    }
     rank = static_cast<int32_t>(random() % ep_size);
     slice = plan->slices[rank];
     num_local_experts = static_cast<int32_t>(placement.local_experts(rank).size());
@@ -123,6 +132,7 @@ void ExpectEqual(const StepSlice& a, const StepSlice& b) {
   EXPECT_EQ(a.sum_weights, b.sum_weights);
   EXPECT_EQ(a.gather_counts, b.gather_counts);
   EXPECT_EQ(a.gather_rows, b.gather_rows);
+  EXPECT_EQ(a.router_logits, b.router_logits);
   EXPECT_EQ(a.max_num_tokens, b.max_num_tokens);
   EXPECT_EQ(a.max_topk, b.max_topk);
 }
