@@ -1,9 +1,9 @@
 // StepController's steps that overlap; the rest is in step_controller.cc.
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
+#include "server/control/lane_deadline.h"
 #include "server/control/step_controller.h"
 
 namespace expertmesh {
@@ -85,9 +85,9 @@ void StepController::StartLane(StepBatch batch, std::deque<Lane>& lanes,
     std::lock_guard<std::mutex> lock(mutex_);
     has_follower = !stopping_ && !queue_.empty() && IsWorthALane(batch.pieces[0].call->key);
   }
-  // Time spent behind the step before is not this one's.
   lane.deadline =
-      (lanes.empty() ? begun : std::max(begun, lanes.back().deadline)) + options_.step_timeout;
+      LaneDeadline(begun, static_cast<int64_t>(lanes.size()),
+                   lanes.empty() ? begun : lanes.back().deadline, options_.step_timeout);
   const StepOutcome outcome = runner_.Start(
       batch, has_follower, lane.deadline,
       [this] {

@@ -62,7 +62,7 @@ RankLoad::RankLoad(RankCluster* cluster, Oracle* oracle, uint64_t seed, Options 
     requests_.push_back(RandomRequest(oracle->model, seed * 100 + i));
     answers_.push_back(oracle->Answer(requests_.back()));
   }
-  for (int i = 0; i < 3; ++i) threads_.emplace_back([this, i] { Run(i); });
+  for (int i = 0; i < options_.num_callers; ++i) threads_.emplace_back([this, i] { Run(i); });
 }
 
 void RankLoad::Stop() {
@@ -84,7 +84,7 @@ void RankLoad::Run(size_t first) {
     // Held for the call's time: another one may take its place.
     const std::shared_ptr<ServerUnderTest> control = cluster_->shared_control();
     const absl::Time start = absl::Now();
-    const CallOutcome outcome = control->Forward(requests_[which], kTimeout);
+    const CallOutcome outcome = control->Forward(requests_[which], options_.timeout);
     const absl::Duration took = absl::Now() - start;
     if (outcome.ok()) {
       EXPECT_EQ(outcome.response.output().data(), answers_[which]);
@@ -96,7 +96,7 @@ void RankLoad::Run(size_t first) {
       }
       ++num_unavailable_;
     }
-    EXPECT_LT(took, kTimeout + absl::Milliseconds(500));
+    EXPECT_LT(took, options_.timeout + absl::Milliseconds(500));
   }
 }
 

@@ -47,6 +47,9 @@ class RankLoad {
   struct Options {
     // The control plane may die as well, and connections with it.
     bool control_may_die = false;
+    int num_callers = 3;
+    // Of each call. A rank that stops is noticed, and its step lost, well within it.
+    absl::Duration timeout = absl::Milliseconds(4 * kHeartbeatTimeoutMillis);
   };
   RankLoad(RankCluster* cluster, Oracle* oracle, uint64_t seed, Options options);
   RankLoad(RankCluster* cluster, Oracle* oracle, uint64_t seed)
@@ -59,9 +62,6 @@ class RankLoad {
   bool WaitForAnswers(int64_t count) const;
 
  private:
-  // A stopped rank is noticed, and its step lost, well within it.
-  static constexpr absl::Duration kTimeout = absl::Milliseconds(4 * kHeartbeatTimeoutMillis);
-
   void Run(size_t first);
 
   RankCluster* const cluster_;

@@ -65,6 +65,25 @@ TEST(RankWeatherTest, AStoppedRankIsLostByItsHeartbeatAndComesBack) {
   EXPECT_TRUE(load.WaitForAnswers(50));
 }
 
+// Its heartbeats are not what tells: steps that follow each other without a pause must not put off
+// the moment at which one of them has taken too long.
+TEST(RankWeatherTest, AStoppedRankIsLostByItsStepHoweverBusyTheLanesWere) {
+  Oracle oracle(2);
+  ASSERT_TRUE(oracle.ok());
+  const auto cluster = RankCluster::Start(
+      {.checkpoint = kRankCheckpoint,
+       .ep_size = 2,
+       .control_args = {"--heartbeat_timeout=10m", "--step_timeout=2s", "--max_step_tokens=16"}});
+  ASSERT_NE(cluster, nullptr);
+  RankLoad load(cluster.get(), &oracle, 9, {.num_callers = 16, .timeout = kPlenty});
+  ASSERT_TRUE(load.WaitForAnswers(300));
+  ASSERT_TRUE(cluster->rank(1).Signal(SIGSTOP).ok());
+  EXPECT_TRUE(cluster->control().process().WaitForLine("an epoch ended epoch=1", kPlenty).ok());
+  ASSERT_TRUE(cluster->rank(1).Signal(SIGCONT).ok());
+  ASSERT_TRUE(cluster->WaitForEpoch(2));
+  EXPECT_TRUE(load.WaitForAnswers(50));
+}
+
 // Kills, stops that end before or after anybody noticed, and departures, in random order.
 TEST(RankWeatherTest, RandomWeatherUnderLoad) {
   constexpr uint64_t kSeed = 31;
