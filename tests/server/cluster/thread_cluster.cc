@@ -116,7 +116,8 @@ absl::StatusOr<std::unique_ptr<ThreadCluster>> ThreadCluster::Start(const Weight
   if (!group.ok()) return group.status();
   cluster->group_ = *std::move(group);
   std::vector<std::unique_ptr<Communicator>> communicators =
-      NewInProcessCommunicators(options.ep_size);
+      options.communicate != nullptr ? options.communicate(options.ep_size)
+                                     : NewInProcessCommunicators(options.ep_size);
   for (int32_t ep_rank = 0; ep_rank < options.ep_size; ++ep_rank) {
     CpuRankBackendOptions backend_options;
     backend_options.isa = SupportedCpuIsas().back();

@@ -21,7 +21,9 @@ class ThreadCluster {
   struct Options {
     int32_t ep_size = 1;
     int threads_per_rank = 1;
-    // Stands between the engines and the in-process communicators; may be null.
+    // [ep_size] of one group; null: in-process ones.
+    std::function<std::vector<std::unique_ptr<Communicator>>(int32_t ep_size)> communicate;
+    // Stands between the engines and the communicators; may be null.
     std::function<std::unique_ptr<Communicator>(std::unique_ptr<Communicator>)> wrap;
   };
 
