@@ -51,7 +51,7 @@ void BenchPlanning() {
     const std::vector<float> weights(ids.size(), 0.125f);
     for (const int32_t ep_size : {8, 16, 32, 64}) {
       std::vector<double> nanos;
-      for (int round = 0; round < (num_tokens > 4096 ? 9 : 41); ++round) {
+      for (int round = 0; round < (num_tokens > 4096 ? 101 : 41); ++round) {
         nanos.push_back(
             Seconds([&] { MakePlan(num_tokens, kTopk, kExperts, ep_size, ids, weights); }) * 1e9 /
             static_cast<double>(ids.size()));
