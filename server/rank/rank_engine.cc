@@ -138,11 +138,14 @@ void RankEngine::SkipOrder(uint64_t incarnation, uint64_t epoch, int64_t order) 
 
 absl::StatusOr<RankStepResult> RankEngine::RunStep(StepSlice slice, TokenShard shard,
                                                    absl::Time deadline, ComputeTurns::Turn turn) {
-  const bool has_places = slice.header.dispatch_order >= 0;
+  // Where the rank routes it must have everybody's rows before it knows its own.
+  const bool waits_for_rows =
+      slice.header.dispatch_order >= 0 ||
+      slice.header.strategy == DispatchMode::kAllGatherReduceScatterMonolithic;
   absl::StatusOr<std::unique_ptr<RankStep>> step = Begin(std::move(slice), std::move(shard));
   if (!step.ok()) return step.status();
   absl::Status status =
-      has_places ? (*step)->ComputeInTurn(std::move(turn), deadline) : (*step)->Compute();
+      waits_for_rows ? (*step)->ComputeInTurn(std::move(turn), deadline) : (*step)->Compute();
   if (!status.ok()) return status;
   return (*step)->Finish(deadline);
 }

@@ -124,6 +124,12 @@ class JournalCommunicator : public Communicator {
 
 class StepControllerLanesTest : public testing::TestWithParam<int32_t> {
  protected:
+  StepControllerLanesTest() {
+    for (const LayerSpec& layer : source_->model().layers) {
+      routers_.Add("synthetic", *NewRouter(source_->model(), layer, nullptr));
+    }
+  }
+
   void StartCluster(StepControllerOptions options) {
     controller_.reset();
     cluster_.reset();
@@ -138,7 +144,7 @@ class StepControllerLanesTest : public testing::TestWithParam<int32_t> {
     cluster_ = *std::move(cluster);
     options.max_inline_micros = -1;
     controller_ =
-        std::make_unique<StepController>(options, &cluster_->group(), nullptr, SystemClock());
+        std::make_unique<StepController>(options, &cluster_->group(), &routers_, SystemClock());
   }
 
   struct Request {
@@ -148,16 +154,20 @@ class StepControllerLanesTest : public testing::TestWithParam<int32_t> {
     std::vector<std::byte> hidden;
     std::vector<int32_t> ids;
     std::vector<float> weights;
+    std::vector<float> logits;  // instead of ids and weights
   };
 
   static Request RandomRequest(std::mt19937_64& random, int64_t max_tokens) {
-    constexpr DispatchMode kModes[] = {DispatchMode::kAuto, DispatchMode::kAllToAll,
+    constexpr DispatchMode kModes[] = {DispatchMode::kAuto,
+                                       DispatchMode::kAllToAll,
+                                       DispatchMode::kAllToAllFixedCapacity,
                                        DispatchMode::kAllGatherReduceScatter,
+                                       DispatchMode::kAllGatherReduceScatterMonolithic,
                                        DispatchMode::kDirect};
     Request request;
     request.layer = static_cast<int32_t>(random() % 2);
     request.num_tokens = 1 + static_cast<int64_t>(random() % max_tokens);
-    request.dispatch = kModes[random() % 4];
+    request.dispatch = kModes[random() % 6];
     std::normal_distribution<float> normal;
     request.hidden.resize(request.num_tokens * kHidden * 2);
     for (int64_t i = 0; i < request.num_tokens * kHidden; ++i) {
@@ -166,6 +176,10 @@ class StepControllerLanesTest : public testing::TestWithParam<int32_t> {
     for (int64_t i = 0; i < request.num_tokens * kTopK; ++i) {
       request.ids.push_back(static_cast<int32_t>(random() % (kExperts + 1)) - 1);
       request.weights.push_back(normal(random));
+    }
+    if (request.dispatch == DispatchMode::kAllGatherReduceScatterMonolithic) {
+      request.logits.resize(request.num_tokens * kExperts);
+      for (float& logit : request.logits) logit = normal(random);
     }
     return request;
   }
@@ -187,6 +201,11 @@ class StepControllerLanesTest : public testing::TestWithParam<int32_t> {
     call->topk = kTopK;
     call->topk_ids = copy(request.ids.data(), request.ids.size() * 4);
     call->topk_weights = copy(request.weights.data(), request.weights.size() * 4);
+    if (!request.logits.empty()) {
+      call->routing = RoutingKind::kRouterLogits;
+      call->router_logits = copy(request.logits.data(), request.logits.size() * 4);
+      call->router_logits_dtype = DType::kFloat32;
+    }
     call->hidden_states = copy(request.hidden.data(), request.hidden.size());
     auto answer = std::make_shared<Answer>();
     call->done = [answer](absl::StatusOr<ForwardResult> result) { answer->Set(std::move(result)); };
@@ -207,6 +226,7 @@ class StepControllerLanesTest : public testing::TestWithParam<int32_t> {
   }
 
   const std::unique_ptr<SyntheticWeightSource> source_ = TwoLayers();
+  RouterTable routers_;
   Journal journal_;
   std::unique_ptr<ThreadCluster> cluster_;
   std::unique_ptr<StepController> controller_;
@@ -225,7 +245,7 @@ TEST_P(StepControllerLanesTest, BytesAreThoseOfOneLane) {
     const auto group = *LocalExpertGroup::Create({.num_ranks = GetParam()});
     const WeightSource* sources[] = {source_.get()};
     ASSERT_TRUE(group->Load(sources).ok());
-    StepController one_lane({}, group.get(), nullptr, SystemClock());
+    StepController one_lane({}, group.get(), &routers_, SystemClock());
     for (const Request& request : requests) {
       expected.push_back(Bytes(*Submit(one_lane, *group, request)));
     }
@@ -274,6 +294,7 @@ TEST_P(StepControllerLanesTest, RowsOfTheNextStepTravelBeforeResultsGoHome) {
   for (int i = 0; i < 6; ++i) {
     Request request = RandomRequest(random, 700);
     request.dispatch = DispatchMode::kAllToAll;
+    request.logits.clear();
     answers.push_back(Submit(*controller_, cluster_->group(), request));
   }
   for (const auto& answer : answers) Bytes(*answer);
@@ -295,6 +316,7 @@ TEST_P(StepControllerLanesTest, CancelledFollowersAreSkipped) {
     for (int i = 0; i < 5; ++i) {
       Request request = RandomRequest(random, 40);
       request.dispatch = i % 2 == 0 ? DispatchMode::kAllToAll : DispatchMode::kDirect;
+      request.logits.clear();
       answers.push_back(Submit(*controller_, cluster_->group(), request, &ids.emplace_back()));
     }
     for (int i = 1; i < 5; ++i) controller_->Cancel(ids[i]);

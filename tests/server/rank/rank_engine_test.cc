@@ -15,6 +15,7 @@
 #include "kernels/base/host_buffer_pool.h"
 #include "server/comm/in_process_communicator.h"
 #include "server/model/synthetic_weight_source.h"
+#include "server/planning/monolithic_plan.h"
 #include "server/rank/rank_step.h"
 #include "tests/server/planning/random_routing.h"
 #include "tests/server/rank/fake_device_backend.h"
@@ -92,7 +93,13 @@ class RankEngineTest : public ::testing::Test {
     params.header.include_shared_experts = true;
     params.segments = absl::MakeConstSpan(&segment, 1);
     params.placement = &*placement_;
-    return *PlanStep(params);
+    params.header.strategy = strategy_;
+    params.max_num_tokens = kTokens;
+    StepPlan plan = *PlanStep(params);
+    if (strategy_ == DispatchMode::kAllGatherReduceScatterMonolithic) {
+      MakePlanMonolithic(absl::MakeConstSpan(hidden_).subspan(0, kTokens * kExperts), plan);
+    }
+    return plan;
   }
 
   TokenShard Shard(const StepPlan& plan, int32_t rank) const {
@@ -146,6 +153,7 @@ class RankEngineTest : public ::testing::Test {
   const std::unique_ptr<SyntheticWeightSource> source_ = MakeSource();
   const RandomRouting routing_ = MakeRouting();
   const std::vector<float> hidden_ = MakeHidden();
+  DispatchMode strategy_ = DispatchMode::kAuto;
   std::optional<Placement> placement_;
   std::vector<std::unique_ptr<RankEngine>> engines_;
 };
@@ -153,11 +161,17 @@ class RankEngineTest : public ::testing::Test {
 // Nothing above the kernels touches device memory from the host or out of a stream's order.
 TEST_F(RankEngineTest, ADeviceGivesTheBytesOfTheHost) {
   for (const int32_t ep_size : {1, 3}) {
-    MakeRanks(ep_size, NewHostBackend);
-    const std::vector<std::byte> expected = RunAll();
-    ASSERT_EQ(static_cast<int64_t>(expected.size()), kTokens * kHidden * 2);
-    MakeRanks(ep_size, OnFakeDevice());
-    for (int round = 0; round < 5; ++round) EXPECT_EQ(RunAll(), expected);
+    for (const DispatchMode strategy :
+         {DispatchMode::kAuto, DispatchMode::kAllToAllFixedCapacity,
+          DispatchMode::kAllGatherReduceScatter, DispatchMode::kAllGatherReduceScatterMonolithic}) {
+      SCOPED_TRACE(DispatchModeName(strategy));
+      strategy_ = strategy;
+      MakeRanks(ep_size, NewHostBackend);
+      const std::vector<std::byte> expected = RunAll();
+      ASSERT_EQ(static_cast<int64_t>(expected.size()), kTokens * kHidden * 2);
+      MakeRanks(ep_size, OnFakeDevice());
+      for (int round = 0; round < 5; ++round) EXPECT_EQ(RunAll(), expected);
+    }
   }
 }
 
@@ -173,6 +187,19 @@ TEST_F(RankEngineTest, DeadlineWhenAPeerNeverComes) {
     // The step took the epoch with it, for the peer too.
     const absl::Status late = engines_[1]->RunStep(plan.slices[1], Shard(plan, 1), Soon()).status();
     EXPECT_EQ(late.code(), absl::StatusCode::kAborted) << late;
+  }
+}
+
+TEST_F(RankEngineTest, DeadlineWhenARankThatRoutesWaitsForLogits) {
+  strategy_ = DispatchMode::kAllGatherReduceScatterMonolithic;
+  for (const NewBackend& new_backend : {NewBackend(NewHostBackend), OnFakeDevice()}) {
+    MakeRanks(2, new_backend);
+    const StepPlan plan = Plan();
+    const absl::Status status =
+        engines_[0]
+            ->RunStep(plan.slices[0], Shard(plan, 0), absl::Now() + absl::Milliseconds(10))
+            .status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
   }
 }
 
