@@ -6,7 +6,8 @@ namespace expertmesh {
 // Parts of bench_dispatch whose ranks are processes on this machine; no thread may run yet.
 
 // Two ranks swap payloads: TcpCommunicator's AllToAllV against plain send and recv of the same
-// bytes over two such sockets.
+// bytes on a thread of their own, since a communicator must move them while its caller computes.
+// bench_exchange has Gloo beside it.
 void BenchExchange();
 
 // Time of the rank engines for one step of 512 tokens, 128 experts, hidden size 2048, intermediate
