@@ -59,9 +59,10 @@ class TlsTest : public testing::Test {
     return RunToEnd({.path = SiblingBinary("expertmesh"), .args = std::move(args)});
   }
 
-  FinishedProcess StartStranger(const std::vector<std::string>& tls_flags) const {
+  FinishedProcess StartStranger(const std::vector<std::string>& tls_flags,
+                                const std::string& join_timeout) const {
     std::vector<std::string> args = {absl::StrCat("--checkpoint=", kCheckpoint), "--ep_rank=1",
-                                     "--ep_size=2", "--join_timeout=1s"};
+                                     "--ep_size=2", "--join_timeout=" + join_timeout};
     args.insert(args.end(), tls_flags.begin(), tls_flags.end());
     const auto stranger = cluster_->StartExpertServer(std::move(args));
     if (stranger == nullptr) return {};
@@ -103,7 +104,7 @@ TEST_F(TlsTest, WhoIsNotOfTheAuthorityOrNotOnTheListStaysOutside) {
     EXPECT_THAT(refused.err, HasSubstr("UNAVAILABLE"));
   }
 
-  const FinishedProcess stranger = StartStranger(Flags("ours", "stranger"));
+  const FinishedProcess stranger = StartStranger(Flags("ours", "stranger"), "60s");
   EXPECT_EQ(stranger.exit_code, 1);
   EXPECT_THAT(stranger.err,
               HasSubstr("is for stranger.example, which --rank_tls_names does not allow"));
@@ -115,7 +116,7 @@ TEST_F(TlsTest, WhoIsNotOfTheAuthorityOrNotOnTheListStaysOutside) {
   forged_rank.back() = our_ca;
   for (const std::vector<std::string>& flags :
        {std::vector<std::string>(), {our_ca}, forged_rank, Flags("theirs", "rank")}) {
-    const FinishedProcess refused = StartStranger(flags);
+    const FinishedProcess refused = StartStranger(flags, "1s");
     EXPECT_EQ(refused.exit_code, 1);
     EXPECT_THAT(refused.err, HasSubstr("could not join at 127.0.0.1:"));
     EXPECT_THAT(refused.err, HasSubstr(" in 1s: "));
