@@ -38,9 +38,10 @@ ABSL_FLAG(std::string, rank_listen, "",
           "host:port that expert servers dial: a private address. Port 0: the system chooses.");
 ABSL_FLAG(std::string, rank_port_file, "",
           "File to write that port's number to, once it is bound; for port 0.");
-ABSL_FLAG(std::vector<std::string>, rank_tls_names, {},
-          "Names (subject alternative names of their certificates) that expert servers may have; "
-          "empty: any certificate of --tls_ca.");
+ABSL_FLAG(
+    std::vector<std::string>, rank_tls_names, {},
+    "With --rank_listen and TLS: names (subject alternative names of their certificates) that "
+    "expert servers may have. '*': whoever has a certificate of --tls_ca, clients included.");
 ABSL_FLAG(absl::Duration, heartbeat_timeout, absl::Seconds(5),
           "An expert server that is silent for longer is lost.");
 ABSL_FLAG(std::string, listen, "127.0.0.1:50051",
@@ -198,6 +199,13 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
   }
   if (!options.rank_tls_names.empty() && absl::GetFlag(FLAGS_tls_ca).empty()) {
     return absl::InvalidArgumentError("--rank_tls_names needs --tls_ca");
+  }
+  // Else every client could join as a rank and answer the other clients' calls.
+  if (!options.rank_listen.empty() && !absl::GetFlag(FLAGS_tls_cert).empty() &&
+      options.rank_tls_names.empty()) {
+    return absl::InvalidArgumentError(
+        "--rank_listen with --tls_cert needs --tls_ca and --rank_tls_names, the names on the "
+        "certificates of expert servers ('*': any certificate of --tls_ca)");
   }
   if (absl::GetFlag(FLAGS_threads) < 0) {
     return absl::InvalidArgumentError("--threads is negative; 0: one for each core");

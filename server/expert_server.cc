@@ -133,6 +133,7 @@ absl::Status ExpertServer::Impl::LoadExperts(const std::vector<ServedModel>& mod
                                       }));
       if (!status.ok()) break;
     }
+    if (!status.ok()) break;
   }
   reporter.Finish(status);
   return status;

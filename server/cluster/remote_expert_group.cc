@@ -179,6 +179,10 @@ void RemoteExpertGroup::Act(std::unique_lock<std::mutex>& lock) {
   const uint64_t forming = membership_.forming_epoch();
   if (const uint64_t formed = std::exchange(forming_epoch_, forming);
       formed != 0 && formed != forming) {
+    if (membership_.epoch() != formed) {
+      LogWarning("an epoch did not come to stand",
+                 {{"epoch", formed}, {"why", end_reason.message()}});
+    }
     // Its secrets are of no use any more, and nobody may wait for them.
     orders_.push_back(
         [this, formed] { rendezvous_.RemovePrefix(RendezvousPrefix(incarnation_, formed)); });

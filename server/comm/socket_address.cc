@@ -2,7 +2,6 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
-#include <string.h>
 
 #include "absl/strings/str_cat.h"
 
@@ -22,7 +21,10 @@ absl::StatusOr<SocketAddress> SocketAddress::Parse(const std::string& address, u
     v6->sin6_family = AF_INET6;
     v6->sin6_port = htons(port);
     result.size_ = sizeof(sockaddr_in6);
-    wildcard = memcmp(&v6->sin6_addr, &in6addr_any, sizeof(in6addr_any)) == 0;
+    // ::ffff:0.0.0.0 is IPv4's, written as IPv6.
+    const in6_addr& ip = v6->sin6_addr;
+    wildcard = IN6_IS_ADDR_UNSPECIFIED(&ip) ||
+               (IN6_IS_ADDR_V4MAPPED(&ip) && ip.s6_addr32[3] == htonl(INADDR_ANY));
   } else {
     return absl::InvalidArgumentError(
         absl::StrCat("'", address, "' is not a numeric IPv4 or IPv6 address"));

@@ -134,8 +134,10 @@ absl::StatusOr<std::unique_ptr<Communicator>> NewTcpCommunicator(
     const TcpCommunicatorParams& params) {
   absl::StatusOr<std::vector<TcpPeerSockets>> peers = ConnectTcpMesh(params.mesh);
   if (!peers.ok()) return peers.status();
-  return std::make_unique<TcpCommunicator>(std::make_shared<TcpExchange>(
-      params.mesh.ep_rank, *std::move(peers), params.operation_timeout));
+  auto exchange = std::make_shared<TcpExchange>(params.mesh.ep_rank, *std::move(peers),
+                                                params.operation_timeout);
+  if (absl::Status status = exchange->broken(); !status.ok()) return status;
+  return std::make_unique<TcpCommunicator>(std::move(exchange));
 }
 
 }  // namespace expertmesh

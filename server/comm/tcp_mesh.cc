@@ -61,6 +61,9 @@ constexpr absl::Duration kCancelPollInterval = absl::Milliseconds(10);
 constexpr int kMaxRefusalsLogged = 32;
 
 constexpr int kSendBufferBytes = 4 << 20;
+constexpr int kKeepaliveIdleSeconds = 30;
+constexpr int kKeepaliveIntervalSeconds = 5;
+constexpr int kKeepaliveProbes = 3;
 
 struct Peer {
   std::string address;
@@ -369,6 +372,14 @@ class MeshConnector {
   static void Adopt(UniqueFd from, UniqueFd& link, uint32_t channel) {
     const int on = 1;
     setsockopt(from.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+    // A firewall between ranks may forget a connection on which nothing moves; and if it has, that
+    // should be known before the next step needs it.
+    setsockopt(from.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
+    setsockopt(from.get(), IPPROTO_TCP, TCP_KEEPIDLE, &kKeepaliveIdleSeconds,
+               sizeof(kKeepaliveIdleSeconds));
+    setsockopt(from.get(), IPPROTO_TCP, TCP_KEEPINTVL, &kKeepaliveIntervalSeconds,
+               sizeof(kKeepaliveIntervalSeconds));
+    setsockopt(from.get(), IPPROTO_TCP, TCP_KEEPCNT, &kKeepaliveProbes, sizeof(kKeepaliveProbes));
     // As large as the system lets it be: the fewer wake-ups a payload takes, the better.
     if (channel == kData) {
       setsockopt(from.get(), SOL_SOCKET, SO_SNDBUF, &kSendBufferBytes, sizeof(kSendBufferBytes));

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <thread>
 #include <utility>
@@ -32,10 +33,26 @@ constexpr absl::Duration kMinBackoff = absl::Milliseconds(50);
 constexpr absl::Duration kMaxBackoff = absl::Seconds(1);
 constexpr absl::Duration kJoinCallTimeout = absl::Seconds(5);
 
-// Whether another try may have another answer.
-bool MayRetry(const absl::Status& status) {
-  return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) ||
-         absl::IsAlreadyExists(status) || absl::IsCancelled(status);
+// Whether another try may have another answer. Of a rank that was a member only the control plane's
+// own word ends it: what a proxy says, or whoever has the port while the control plane is away,
+// must not cost it the weights that it has loaded.
+bool MayRetry(const absl::Status& status, bool was_member) {
+  const std::optional<CallErrorDetails> details = GetCallErrorDetails(status);
+  if (!details.has_value()) {
+    return was_member || absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) ||
+           absl::IsCancelled(status);
+  }
+  switch (details->reason) {
+    case ErrorReason::kInvalidField:
+    case ErrorReason::kWrongModel:
+    case ErrorReason::kWrongEpSize:
+    case ErrorReason::kWrongInstructionSet:
+    case ErrorReason::kProtocolMismatch:
+    case ErrorReason::kRankNotAllowed:
+      return false;
+    default:
+      return true;
+  }
 }
 
 // Codes that say all by themselves cross the link; a rank that was aborted by its peers says so.
@@ -179,13 +196,15 @@ absl::Status ExpertRank::Run() {
       continue;
     }
     const absl::Status& error = membership.status();
-    if (!MayRetry(error)) {
+    if (!MayRetry(error, was_member)) {
       return absl::Status(error.code(), absl::StrCat("the control plane at ", address,
                                                      " refused this rank: ", error.message()));
     }
     const absl::Time now = absl::Now();
     if (failing_since == absl::InfinitePast() || error.code() != last_code) {
-      LogWarning("cannot join yet", {{"control_plane", address}, {"why", error.message()}});
+      LogWarning("cannot join yet",
+                 {{"control_plane", address},
+                  {"why", error.ToString(absl::StatusToStringMode::kWithNoExtraData)}});
       if (failing_since == absl::InfinitePast()) failing_since = now;
     }
     last_code = error.code();

@@ -198,13 +198,15 @@ class RankServiceImpl final : public RankServiceBase {
   }
 
   absl::Status CheckPeer(const grpc::CallbackServerContext& context) const {
-    if (options_.allowed_names.empty()) return absl::OkStatus();
+    const std::vector<std::string>& allowed = options_.allowed_names;
+    if (allowed.empty() || std::find(allowed.begin(), allowed.end(), "*") != allowed.end()) {
+      return absl::OkStatus();
+    }
     std::string names;
     for (const grpc::string_ref& shown :
          context.auth_context()->FindPropertyValues("x509_subject_alternative_name")) {
       const std::string name(shown.data(), shown.size());
-      if (std::find(options_.allowed_names.begin(), options_.allowed_names.end(), name) !=
-          options_.allowed_names.end()) {
+      if (std::find(allowed.begin(), allowed.end(), name) != allowed.end()) {
         return absl::OkStatus();
       }
       absl::StrAppend(&names, names.empty() ? "" : ", ", name);

@@ -51,12 +51,12 @@ std::shared_ptr<ServerUnderTest> RankCluster::shared_control() const {
   return control_;
 }
 
-bool RankCluster::RestartControl() {
+bool RankCluster::KillControl() {
   if (!control_->process().Kill().ok() || !control_->process().Wait(kStartTimeout).ok()) {
     ADD_FAILURE() << "the control plane was not to be killed";
     return false;
   }
-  return StartControl(rank_port_);
+  return true;
 }
 
 std::unique_ptr<ServerProcess> RankCluster::StartExpertServer(std::vector<std::string> args) {

@@ -32,6 +32,8 @@ class RankCluster {
   std::shared_ptr<ServerUnderTest> shared_control() const;
   ServerProcess& rank(int32_t ep_rank) { return *ranks_[ep_rank]; }
 
+  // That ranks dial.
+  int rank_port() const { return rank_port_; }
   // Starts (again) a rank's process.
   bool StartRank(int32_t ep_rank);
   // Any expert server that dials this cluster's control plane, with further arguments.
@@ -39,7 +41,9 @@ class RankCluster {
   // Blocks until the control plane says that this epoch stands.
   bool WaitForEpoch(uint64_t epoch);
   // SIGKILL, and another one on the same rank port.
-  bool RestartControl();
+  bool RestartControl() { return KillControl() && StartControlAgain(); }
+  bool KillControl();
+  bool StartControlAgain() { return StartControl(rank_port_); }
 
  private:
   explicit RankCluster(Options options) : options_(std::move(options)) {}

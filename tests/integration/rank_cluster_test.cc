@@ -201,6 +201,26 @@ TEST(RankClusterTest, RanksKeepTheirWeightsAcrossARestartOfTheControlPlane) {
   }
 }
 
+// Whoever answers where the control plane was does not cost a rank what it has loaded.
+TEST(RankClusterTest, OnlyTheControlPlanesOwnWordEndsAMember) {
+  const auto cluster = RankCluster::Start({.checkpoint = kRankCheckpoint, .ep_size = 2});
+  ASSERT_NE(cluster, nullptr);
+  ASSERT_TRUE(cluster->KillControl());
+  {
+    const auto stranger = ServerUnderTest::Start(
+        {.checkpoint = kRankCheckpoint,
+         .args = {absl::StrCat("--listen=127.0.0.1:", cluster->rank_port())}});
+    ASSERT_NE(stranger, nullptr);
+    for (int32_t rank = 0; rank < 2; ++rank) {
+      EXPECT_TRUE(cluster->rank(rank).WaitForLine("cannot join yet.*UNIMPLEMENTED", kPlenty).ok());
+    }
+    ASSERT_TRUE(stranger->process().Kill().ok());
+    ASSERT_TRUE(stranger->process().Wait(kPlenty).ok());
+  }
+  ASSERT_TRUE(cluster->StartControlAgain());
+  EXPECT_TRUE(cluster->WaitForEpoch(1));
+}
+
 TEST(RankClusterTest, ARankLeavesAndReadinessFollowsTheEpoch) {
   const auto cluster = RankCluster::Start({.checkpoint = kRankCheckpoint, .ep_size = 2});
   ASSERT_NE(cluster, nullptr);
