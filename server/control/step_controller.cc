@@ -144,8 +144,8 @@ ControlSnapshot StepController::Snapshot() const {
   snapshot.held_output_bytes = runner_.held_output_bytes();
   snapshot.queued_calls = queue_.num_calls();
   snapshot.queued_tokens = queue_.num_tokens();
-  snapshot.step_running = running_;
-  snapshot.steps_in_flight = std::max(num_lanes_in_flight_, running_ ? 1 : 0);
+  snapshot.steps_in_flight = in_lanes_ ? num_lanes_in_flight_ : running_ ? 1 : 0;
+  snapshot.step_running = snapshot.steps_in_flight > 0;
   snapshot.num_lanes = num_lanes_;
   snapshot.draining = draining_;
   snapshot.calls_admitted = registry_.num_admitted();

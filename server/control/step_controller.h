@@ -149,7 +149,8 @@ class StepController : public ForwardController {
   CallRegistry registry_;
   BatchQueue queue_;
   ForwardCallId last_id_ = 0;
-  bool running_ = false;  // the run token is out
+  bool running_ = false;   // the run token is out
+  bool in_lanes_ = false;  // to RunLanes, which has so many in flight
   int32_t num_lanes_in_flight_ = 0;
   bool has_free_lane_ = false;  // and its holder waits for something to start
   bool draining_ = false;

@@ -38,6 +38,7 @@ void StepController::RunLanes() {
   std::deque<Lane> lanes;
   bool is_follower_promised = false;
   std::unique_lock<std::mutex> lock(mutex_);
+  in_lanes_ = true;
   while (true) {
     if (MayStartLane(lanes, is_follower_promised)) {
       Aftermath after;
@@ -67,8 +68,8 @@ void StepController::RunLanes() {
     lock.unlock();
     FinishOldestLane(lanes, is_follower_promised);
     lock.lock();
-    num_lanes_in_flight_ = static_cast<int32_t>(lanes.size());
   }
+  in_lanes_ = false;
   running_ = false;
 }
 
@@ -127,6 +128,7 @@ void StepController::FinishOldestLane(std::deque<Lane>& lanes, bool& is_follower
   {
     std::lock_guard<std::mutex> lock(mutex_);
     counters_.steps += ended.size();
+    num_lanes_in_flight_ = static_cast<int32_t>(lanes.size());
     // Each goes before what is in the queue, so the last one first.
     for (auto step = ended.rbegin(); step != ended.rend(); ++step) {
       FinishStep(step->first.batch, step->second, after);

@@ -77,6 +77,43 @@ int ScriptedExpertGroup::Remember(const GroupStep& step, bool on_caller) {
 absl::StatusOr<GroupStepResult> ScriptedExpertGroup::RunStep(GroupStep step, bool on_caller,
                                                              absl::Time /*step_deadline*/) {
   EXPECT_FALSE(running_.exchange(true)) << "two steps at once";
+  absl::StatusOr<GroupStepResult> result = Run(step, on_caller);
+  running_ = false;
+  return result;
+}
+
+class ScriptedExpertGroup::Flight : public StepInFlight {
+ public:
+  Flight(ScriptedExpertGroup* group, GroupStep step, std::shared_ptr<bool> promise)
+      : group_(group), step_(std::move(step)), promise_(std::move(promise)) {}
+  bool is_decided() const override { return true; }
+  absl::StatusOr<GroupStepResult> Finish() override {
+    // A step whose follower neither came nor was skipped would never end.
+    EXPECT_TRUE(promise_ == nullptr || promise_ != group_->open_promise_);
+    absl::StatusOr<GroupStepResult> result = group_->Run(step_, false);
+    --group_->num_in_flight_;
+    return result;
+  }
+
+ private:
+  ScriptedExpertGroup* const group_;
+  const GroupStep step_;
+  const std::shared_ptr<bool> promise_;
+};
+
+absl::StatusOr<std::unique_ptr<StepInFlight>> ScriptedExpertGroup::StartStep(
+    GroupStep step, bool has_follower, absl::Time /*step_deadline*/,
+    absl::AnyInvocable<void()> on_decided) {
+  if (step.plan.slices[0].header.epoch != epoch_) return absl::UnavailableError("stale epoch");
+  const int64_t in_flight = ++num_in_flight_;
+  EXPECT_LE(in_flight, lanes);
+  num_overlaps_ += in_flight > 1;
+  open_promise_ = has_follower ? std::make_shared<bool>() : nullptr;
+  if (on_decided != nullptr) on_decided();
+  return std::make_unique<Flight>(this, std::move(step), open_promise_);
+}
+
+absl::StatusOr<GroupStepResult> ScriptedExpertGroup::Run(const GroupStep& step, bool on_caller) {
   const int number = Remember(step, on_caller);
   absl::Status status;
   if (script) status = script(step, number);
@@ -91,7 +128,6 @@ absl::StatusOr<GroupStepResult> ScriptedExpertGroup::RunStep(GroupStep step, boo
   } else {
     result = status;
   }
-  running_ = false;
   return result;
 }
 

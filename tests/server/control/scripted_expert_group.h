@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string_view>
 #include <thread>
@@ -41,6 +42,8 @@ class ScriptedExpertGroup : public ExpertGroup {
   std::function<absl::Status(const GroupStep& step, int number)> script;
   // UNAVAILABLE and DEADLINE_EXCEEDED from the script form the next epoch at once.
   bool forms_epochs = true;
+  // With more than one, steps run when they are finished, in their order; the script is asked then.
+  int32_t lanes = 1;
 
   void SetEpoch(uint64_t epoch) { epoch_ = epoch; }
   std::vector<SeenStep> seen() const;
@@ -53,8 +56,17 @@ class ScriptedExpertGroup : public ExpertGroup {
   Allocator* request_allocator() override { return &pool_; }
   absl::StatusOr<GroupStepResult> RunStep(GroupStep step, bool on_caller,
                                           absl::Time step_deadline) override;
+  int32_t max_lanes() const override { return lanes; }
+  absl::StatusOr<std::unique_ptr<StepInFlight>> StartStep(
+      GroupStep step, bool has_follower, absl::Time step_deadline,
+      absl::AnyInvocable<void()> on_decided) override;
+  void SkipFollower() override { open_promise_.reset(); }
+  // Steps that were started while another was in flight.
+  int64_t num_overlaps() const { return num_overlaps_; }
 
  private:
+  class Flight;
+  absl::StatusOr<GroupStepResult> Run(const GroupStep& step, bool on_caller);
   int Remember(const GroupStep& step, bool on_caller);
   GroupStepResult Compute(const GroupStep& step);
 
@@ -65,6 +77,9 @@ class ScriptedExpertGroup : public ExpertGroup {
   std::map<int32_t, Placement> placements_;  // by layer
   std::atomic<uint64_t> epoch_{1};
   std::atomic<bool> running_{false};
+  std::atomic<int64_t> num_in_flight_{0};
+  std::atomic<int64_t> num_overlaps_{0};
+  std::shared_ptr<bool> open_promise_;  // of the step that was started last
   mutable std::mutex mutex_;
   std::vector<SeenStep> seen_;
 };

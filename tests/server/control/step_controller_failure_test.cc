@@ -165,6 +165,32 @@ TEST_F(StepControllerFailureTest, ALossInTheMiddleOfASplitCallKeepsItsOrder) {
   ExpectNothingInFlight();
 }
 
+// Each loss takes the steps with it that were in flight behind it; pieces of a call are among them.
+TEST_F(StepControllerFailureTest, LossesInSeveralLanesKeepTheOrderOfSplitCalls) {
+  options.max_step_tokens = 3;
+  options.min_lane_pairs_per_expert = 0;
+  for (const int32_t lanes : {2, 3, 4}) {
+    SCOPED_TRACE("lanes " + std::to_string(lanes));
+    options.lanes = group.lanes = lanes;
+    const int first = static_cast<int>(group.seen().size());
+    // Seldom enough that nobody is lost three times.
+    group.script = [first](const GroupStep&, int number) {
+      return (number - first) % 11 == 4 ? LostStep() : absl::OkStatus();
+    };
+    Start();
+    const int64_t overlaps_before = group.num_overlaps();
+    std::vector<TestCall> calls;
+    for (int64_t num_tokens : {11, 1, 20, 7, 3, 15}) {
+      calls.push_back(MakeCall({.num_tokens = num_tokens, .topk = 3}));
+    }
+    for (TestCall& call : calls) Submit(call);
+    for (const TestCall& call : calls) ExpectExact(call);
+    EXPECT_GT(group.num_overlaps(), overlaps_before);
+    EXPECT_GT(controller->Snapshot().steps_lost, 0u);
+    ExpectNothingInFlight();
+  }
+}
+
 TEST_F(StepControllerFailureTest, AnotherErrorOfASharedStepMeetsItsCauseAlone) {
   Start();
   TestCall good = MakeCall({.num_tokens = 3});
