@@ -98,8 +98,9 @@ class DelayedCommunicator : public Communicator {
       const std::shared_ptr<Operation> operation = std::move(found->second);
       reached_.erase(found);
       ++next.index;
+      changed_.wait_for(lock, std::chrono::nanoseconds(delay_nanos_.load()),
+                        [this] { return stopping_; });
       lock.unlock();
-      std::this_thread::sleep_for(std::chrono::nanoseconds(delay_nanos_.load()));
       absl::Status status = real_->AllToAllV(operation->params, *stream);
       if (status.ok()) status = stream->Wait(absl::InfiniteFuture());
       operation->done.Signal(status);
