@@ -65,6 +65,7 @@ class Pipe : public RendezvousStore {
 int Fork(const std::function<void(int fd)>& child, std::vector<pid_t>& children) {
   int fds[2];
   if (socketpair(AF_UNIX, SOCK_STREAM, 0, fds) != 0) Require(PeerError());
+  std::fflush(stdout);  // else the child would print it again
   const pid_t pid = fork();
   if (pid < 0) Require(PeerError());
   if (pid == 0) {
