@@ -477,9 +477,9 @@ void ControlPlane::Stop() {
 
 void ControlPlane::WaitForStopAndDrain() {
   impl_->stop.WaitForNotification();
+  impl_->StopServing();
   LogInfo("draining", {{"timeout", absl::FormatDuration(impl_->options.drain_timeout)},
                        {"delay", absl::FormatDuration(impl_->options.drain_delay)}});
-  impl_->StopServing();
   absl::SleepFor(impl_->options.drain_delay);
   impl_->EndCalls(impl_->options.drain_timeout);
   impl_->streams.EndAll();

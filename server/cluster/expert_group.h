@@ -81,6 +81,7 @@ class ExpertGroup {
   // any thread and maybe before this returns, when is_decided() has become
   // true; not after Finish has returned. It must not block or call back.
   virtual absl::StatusOr<std::unique_ptr<StepInFlight>> StartStep(
+      // NOLINTNEXTLINE(performance-unnecessary-value-param): those with lanes keep it
       GroupStep /*step*/, bool /*has_follower*/, absl::Time /*step_deadline*/,
       absl::AnyInvocable<void()> /*on_decided*/) {
     return absl::UnimplementedError("this group has one lane");
