@@ -25,7 +25,7 @@ say "installing what is missing"
 deploy/install_deps.sh
 say "building (the first time takes some minutes)"
 cmake -S . -B "$BUILD" -G Ninja -DCMAKE_BUILD_TYPE=Release -DEXPERTMESH_BUILD_TESTS=OFF --log-level=WARNING
-cmake --build "$BUILD" --target expertmesh expertmesh-control-plane
+cmake --build "$BUILD" --target expertmesh expertmesh-control-plane expertmesh-expert-server
 readonly CLI=$BUILD/bin/expertmesh
 readonly SERVER=$BUILD/bin/expertmesh-control-plane
 

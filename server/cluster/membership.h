@@ -15,6 +15,9 @@
 
 namespace expertmesh {
 
+// Raised when a control plane and a rank that differ in it could misunderstand each other.
+inline constexpr int32_t kRankProtocolVersion = 2;
+
 struct LayerManifest {
   int32_t layer = 0;  // the checkpoint's own index
   int32_t num_experts = 0;
@@ -58,7 +61,7 @@ struct ExpectedModel {
 
 struct MembershipOptions {
   uint64_t incarnation = 0;
-  int32_t protocol_version = 1;
+  int32_t protocol_version = kRankProtocolVersion;
   int32_t ep_size = 1;
   std::vector<ExpectedModel> models;
   // A member not heard of for longer is lost.

@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "server/control/last_answer_time.h"
 #include "server/control/step_replay.h"
 #include "server/ops/call_error.h"
 
@@ -80,7 +81,7 @@ ForwardCallId StepController::Submit(std::unique_ptr<ForwardCall> call, bool may
     return id;
   }
   pending->deadline = deadline;
-  pending->no_epoch_at = deadline - std::min(options_.no_epoch_margin, (deadline - now) / 4);
+  pending->no_epoch_at = LastAnswerTime(deadline, now, options_.no_epoch_margin);
   if (pending->no_epoch_at < timer_wakes_at_) timer_cv_.notify_one();
 
   if (is_small && !running_ && queue_.empty() && EpochReady()) {

@@ -14,6 +14,7 @@
 #include "expertmesh/v1/rank.grpc.pb.h"
 #include "grpcpp/channel.h"
 #include "grpcpp/generic/generic_stub.h"
+#include "server/cluster/membership.h"
 #include "server/cluster/memory_need.h"
 #include "server/comm/in_process_communicator.h"
 #include "server/comm/tcp_communicator.h"
@@ -197,6 +198,11 @@ absl::Status ExpertRank::Run() {
     }
     const absl::Status& error = membership.status();
     if (!MayRetry(error, was_member)) {
+      if (absl::IsUnimplemented(error)) {
+        return absl::UnimplementedError(absl::StrCat(
+            "what answers at ", address,
+            " is no control plane's --rank_listen; is it the address that clients call?"));
+      }
       return absl::Status(error.code(), absl::StrCat("the control plane at ", address,
                                                      " refused this rank: ", error.message()));
     }

@@ -16,7 +16,6 @@ class Service;
 namespace expertmesh {
 
 inline constexpr char kRankServiceName[] = "expertmesh.v1.RankService";
-inline constexpr int32_t kRankProtocolVersion = 1;
 
 struct RankServiceOptions {
   RemoteExpertGroup* group = nullptr;           // outlives the service

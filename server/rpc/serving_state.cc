@@ -1,6 +1,5 @@
 #include "server/rpc/serving_state.h"
 
-#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <map>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "server/control/last_answer_time.h"
 #include "server/ops/call_error.h"
 
 namespace expertmesh {
@@ -17,10 +17,7 @@ namespace {
 
 constexpr size_t kMaxWaiters = 4096;
 
-// An answer that arrives after the deadline helps nobody.
-absl::Time BeforeDeadline(absl::Time deadline, absl::Time now) {
-  return deadline - std::min(absl::Milliseconds(50), (deadline - now) / 4);
-}
+constexpr absl::Duration kAnswerMargin = absl::Milliseconds(50);
 
 absl::Status DrainingError() {
   return CallError(ErrorReason::kDraining, "this server is stopping; another one may answer");
@@ -110,7 +107,7 @@ ServingState::WaitId ServingState::Wait(absl::Time deadline, int64_t bytes, Wait
         bytes <= impl_->max_waiting_bytes - impl_->waiting_bytes) {
       const WaitId id = impl_->next_id++;
       impl_->waiting_bytes += bytes;
-      const absl::Time give_up = BeforeDeadline(deadline, absl::Now());
+      const absl::Time give_up = LastAnswerTime(deadline, absl::Now(), kAnswerMargin);
       impl_->waiting.emplace(give_up, Impl::Waiting{id, bytes, std::move(waiter)});
       lock.unlock();
       impl_->changed.notify_all();

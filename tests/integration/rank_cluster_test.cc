@@ -139,6 +139,15 @@ TEST(RankClusterTest, RefusedRanksSayWhyAndTheGroupIsUnharmed) {
   EXPECT_EQ(misplaced->Wait(kPlenty).value_or(-1), 2);
   EXPECT_THAT(misplaced->Stderr(), HasSubstr("--advertise_address: 'nowhere' is not a numeric"));
 
+  // The clients' port.
+  auto astray = ServerProcess::Start(
+      {.path = SiblingBinary("expertmesh-expert-server"),
+       .args = {checkpoint, "--ep_rank=0", "--ep_size=2",
+                absl::StrCat("--control_plane=", cluster->control().address())}});
+  ASSERT_TRUE(astray.ok());
+  EXPECT_EQ((*astray)->Wait(kPlenty).value_or(-1), 1);
+  EXPECT_THAT((*astray)->Stderr(), HasSubstr("is no control plane's --rank_listen"));
+
   // Nobody there: the end comes in time, and says so.
   auto lonely =
       ServerProcess::Start({.path = SiblingBinary("expertmesh-expert-server"),

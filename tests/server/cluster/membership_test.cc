@@ -38,7 +38,7 @@ class Group {
 
   RankOffer Offer(int32_t rank, uint64_t instance) const {
     RankOffer offer;
-    offer.protocol_version = 1;
+    offer.protocol_version = kRankProtocolVersion;
     offer.ep_rank = rank;
     offer.ep_size = placement_.ep_size();
     offer.instance = instance;

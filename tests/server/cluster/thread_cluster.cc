@@ -130,7 +130,7 @@ absl::StatusOr<std::unique_ptr<ThreadCluster>> ThreadCluster::Start(const Weight
     engine_options.ep_size = options.ep_size;
     engine_options.backend = *std::move(backend);
     RankOffer offer;
-    offer.protocol_version = 1;
+    offer.protocol_version = kRankProtocolVersion;
     offer.ep_rank = ep_rank;
     offer.ep_size = options.ep_size;
     offer.instance = 100 + ep_rank;

@@ -123,6 +123,24 @@ TEST_F(StepControllerLifecycleTest, WithoutEpochTheAnswerComesBeforeTheDeadline)
   ExpectNothingInFlight();
 }
 
+// gRPC sends a timeout of 10 s and more in tenths of a second, rounded up.
+TEST_F(StepControllerLifecycleTest, WithoutEpochLongCallsAreToldWellBeforeTheDeadline) {
+  options.no_epoch_margin = absl::Milliseconds(50);
+  options.max_deadline = absl::Hours(1);
+  group.SetEpoch(0);
+  Start();
+  for (const absl::Duration timeout : {absl::Seconds(10), absl::Seconds(30), absl::Minutes(5)}) {
+    TestCall call = MakeCallFor(timeout);
+    Submit(call);
+    clock.Advance(timeout - timeout / 50 - absl::Milliseconds(1));
+    EXPECT_FALSE(call.answer->is_set());
+    clock.Advance(absl::Milliseconds(1));
+    EXPECT_EQ(call.answer->WaitCode(), absl::StatusCode::kUnavailable) << timeout;
+  }
+  group.SetEpoch(1);
+  ExpectNothingInFlight();
+}
+
 TEST_F(StepControllerLifecycleTest, AnEpochThatComesInTimeServesTheCall) {
   group.SetEpoch(0);
   Start();

@@ -1,0 +1,21 @@
+#ifndef EXPERTMESH_SERVER_CONTROL_LAST_ANSWER_TIME_H_
+#define EXPERTMESH_SERVER_CONTROL_LAST_ANSWER_TIME_H_
+
+#include <algorithm>
+
+#include "absl/time/time.h"
+
+namespace expertmesh {
+
+// When a call that came at `now` and waits for something must be told that it did not come: an
+// answer that arrives after the deadline helps nobody. `margin` before the deadline, but at least a
+// fiftieth of the call's whole time, for gRPC's clients round that up by as much as a hundredth on
+// its way here, and at most a quarter.
+inline absl::Time LastAnswerTime(absl::Time deadline, absl::Time now, absl::Duration margin) {
+  const absl::Duration time = deadline - now;
+  return deadline - std::min(std::max(margin, time / 50), time / 4);
+}
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_SERVER_CONTROL_LAST_ANSWER_TIME_H_
