@@ -4,7 +4,7 @@
 #   --checkpoint DIR     Hugging Face checkpoint (default: a small synthetic one, written anew)
 #   --listen HOST:PORT   where clients call (default 127.0.0.1:50051; port 0: the system chooses)
 #   --bin DIR            programs that are built already (default: installs what is missing and builds them)
-# An expert server that dies is started again after a second: kill -9 one, and watch calls go on.
+# An expert server that dies is started again after a second: kill -9 one, and watch calls go on. One that is asked to stop (SIGTERM) is not.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
