@@ -483,7 +483,10 @@ void ControlPlane::WaitForStopAndDrain() {
   absl::SleepFor(impl_->options.drain_delay);
   impl_->EndCalls(impl_->options.drain_timeout);
   impl_->streams.EndAll();
-  impl_->server->Shutdown(absl::Now() + kTimeToSendAnswers);
+  const absl::Time sent_by = absl::Now() + kTimeToSendAnswers;
+  impl_->streams.AwaitEnd(sent_by);
+  impl_->server->AwaitSent(sent_by);
+  impl_->server->Shutdown(sent_by);
   impl_->CloseRanks(absl::Now() + kTimeToSendAnswers);
   LogInfo("stopped");
 }

@@ -1,5 +1,6 @@
 #include "server/rpc/grpc_server.h"
 
+#include <dirent.h>
 #include <grpc/support/log.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/health_check_service_interface.h>
@@ -7,8 +8,11 @@
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
+#include <linux/sockios.h>
 #include <malloc.h>
 #include <netdb.h>
+#include <netinet/in.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -22,6 +26,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "server/ops/logging.h"
 
 namespace expertmesh {
@@ -75,6 +80,27 @@ std::string BindProblem(const std::string& listen) {
   }
   freeaddrinfo(found);
   return problem;
+}
+
+// That the kernel holds for the peers of connections to the port.
+int64_t UnsentBytes(int port) {
+  int64_t unsent = 0;
+  DIR* const fds = opendir("/proc/self/fd");
+  if (fds == nullptr) return 0;
+  while (const dirent* entry = readdir(fds)) {
+    const int fd = atoi(entry->d_name);
+    sockaddr_storage address = {};
+    socklen_t size = sizeof(address);
+    if (getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) continue;
+    const uint16_t own_port =
+        address.ss_family == AF_INET6  ? reinterpret_cast<const sockaddr_in6*>(&address)->sin6_port
+        : address.ss_family == AF_INET ? reinterpret_cast<const sockaddr_in*>(&address)->sin_port
+                                       : 0;
+    int bytes = 0;
+    if (ntohs(own_port) == port && ioctl(fd, SIOCOUTQ, &bytes) == 0) unsent += bytes;
+  }
+  closedir(fds);
+  return unsent;
 }
 
 }  // namespace
@@ -150,6 +176,10 @@ void GrpcServer::SetServing(bool serving) {
   for (const NamedService& service : impl_->services) {
     health->SetServingStatus(service.name, serving);
   }
+}
+
+void GrpcServer::AwaitSent(absl::Time deadline) const {
+  while (UnsentBytes(port()) > 0 && absl::Now() < deadline) absl::SleepFor(absl::Milliseconds(2));
 }
 
 void GrpcServer::Shutdown(absl::Time deadline) {

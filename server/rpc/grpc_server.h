@@ -57,6 +57,10 @@ class GrpcServer {
   void SetServing(bool serving);
   // Takes no new calls; blocks until all have ended, or cancels them at `deadline`.
   void Shutdown(absl::Time deadline);
+  // Blocks until clients' machines have all bytes that were written for them, or `deadline`. Before
+  // Shutdown, which lets go of connections whose calls have ended: what their sockets still hold is
+  // lost then if anything of the client's is unread.
+  void AwaitSent(absl::Time deadline) const;
 
  private:
   struct Impl;
