@@ -24,6 +24,11 @@ readonly CUDA_WHEELS=(
   "nvidia-cuda-runtime==13.0.96 7f82250d7782aa23b6cfe765ecc7db554bd3c2870c43f3d1821f1d18aebf0548"
   "nvidia-nvvm==13.0.88 c5f41ffeb6466944a026dfa5317d7d85355c119bbec279205d22f1869d1054e0")
 
+# Headers alone, for any toolkit: the grouped GEMM's tensor core kernels.
+readonly CUTLASS_DIR=/opt/expertmesh/cutlass-4.2.0
+readonly CUTLASS_WHEEL=nvidia-cutlass==4.2.0.0
+readonly CUTLASS_HASHES=(f9599ada45c7bcb6bf53f7d3f0a7d154183e53451c01bfa59eecd37dd4a693f6)
+
 packages=(
   ca-certificates python3 g++ cmake ninja-build ccache lld pkg-config
   protobuf-compiler protobuf-compiler-grpc grpc-proto
@@ -39,7 +44,8 @@ usage: deploy/install_deps.sh [--test] [--cuda]
   --test   also what the tests need: GoogleTest, Google Benchmark, oneDNN, clang 14 and its tools, and in
            $BIN_DIR grpcurl (built from the Go module proxy) and buf
   --cuda   also what the preset "cuda" needs: a CUDA 13 toolkit that is here already (nvcc on the PATH or in
-           /usr/local/cuda) is left as it is; else NVIDIA's PyPI wheels are unpacked into $CUDA_DIR (x86-64)
+           /usr/local/cuda) is left as it is; else NVIDIA's PyPI wheels are unpacked into $CUDA_DIR (x86-64);
+           and CUTLASS's headers into $CUTLASS_DIR
 USAGE
 }
 
@@ -194,6 +200,21 @@ install_cuda() {
   as_root mv "$CUDA_DIR.unfinished" "$CUDA_DIR"
 }
 
+install_cutlass() {
+  say "unpacking CUTLASS ($CUTLASS_WHEEL) into $CUTLASS_DIR"
+  fetch_wheel "$CUTLASS_WHEEL" "${CUTLASS_HASHES[*]}"
+  python3 -m zipfile -e "$scratch"/wheel/*.whl "$scratch/unpacked"
+  mkdir "$scratch/cutlass"
+  cp -r "$scratch/unpacked/cutlass_library/source/include" "$scratch/cutlass"
+  cp "$scratch"/unpacked/*.dist-info/licenses/LICENSE.txt "$scratch/cutlass"
+  as_root rm -rf "$CUTLASS_DIR" "$CUTLASS_DIR.unfinished"
+  as_root mkdir -p "${CUTLASS_DIR%/*}"
+  as_root cp -r "$scratch/cutlass" "$CUTLASS_DIR.unfinished"
+  as_root chmod -R a+rX "$CUTLASS_DIR.unfinished"
+  # Its presence means that the set is complete.
+  as_root mv "$CUTLASS_DIR.unfinished" "$CUTLASS_DIR"
+}
+
 install_grpcurl() {
   say "building grpcurl ($GRPCURL) into $BIN_DIR"
   mkdir "$scratch/go"
@@ -202,7 +223,7 @@ install_grpcurl() {
   as_root install -D -m 755 "$scratch/go/grpcurl" "$BIN_DIR/grpcurl"
 }
 
-wants_protos=false wants_buf=false wants_grpcurl=false wants_cuda=false
+wants_protos=false wants_buf=false wants_grpcurl=false wants_cuda=false wants_cutlass=false
 [[ -f "$PROTO_DIR/google/rpc/status.proto" ]] || wants_protos=true
 if $with_tests; then
   command -v buf >/dev/null || wants_buf=true
@@ -211,7 +232,10 @@ fi
 if $with_cuda && ! cuda_is_unpacked && ! system_has_cuda; then
   wants_cuda=true
 fi
-if $wants_protos || $wants_buf || $wants_cuda; then
+if $with_cuda && [[ ! -d "$CUTLASS_DIR" ]]; then
+  wants_cutlass=true
+fi
+if $wants_protos || $wants_buf || $wants_cuda || $wants_cutlass; then
   python3 -m pip --version >/dev/null 2>&1 || packages+=(python3-pip)
 fi
 if $wants_grpcurl && ! command -v go >/dev/null; then
@@ -222,12 +246,13 @@ find_missing "${packages[@]}"
 if ((${#missing[@]})); then
   install_packages
 fi
-if $wants_protos || $wants_buf || $wants_grpcurl || $wants_cuda; then
+if $wants_protos || $wants_buf || $wants_grpcurl || $wants_cuda || $wants_cutlass; then
   scratch=$(mktemp -d)
   trap 'rm -rf "$scratch"' EXIT
   if $wants_protos; then install_google_rpc_protos; fi
   if $wants_buf; then install_buf; fi
   if $wants_grpcurl; then install_grpcurl; fi
   if $wants_cuda; then install_cuda; fi
+  if $wants_cutlass; then install_cutlass; fi
 fi
 say "everything is there"
