@@ -24,6 +24,11 @@ readonly CUDA_WHEELS=(
   "nvidia-cuda-runtime==13.0.96 7f82250d7782aa23b6cfe765ecc7db554bd3c2870c43f3d1821f1d18aebf0548"
   "nvidia-nvvm==13.0.88 c5f41ffeb6466944a026dfa5317d7d85355c119bbec279205d22f1869d1054e0")
 
+# nccl.h to compile with, and libnccl.so.2, which an expert server opens when it starts. This version is
+# the one beside PyTorch 2.10 for CUDA 13; a later or earlier library works with this header.
+readonly NCCL_DIR=/opt/expertmesh/nccl-2.28
+readonly NCCL_WHEEL="nvidia-nccl-cu13==2.28.9 e4553a30f34195f3fa1da02a6da3d6337d28f2003943aa0a3d247bbc25fefc42"
+
 # Headers alone, for any toolkit: the grouped GEMM's tensor core kernels.
 readonly CUTLASS_DIR=/opt/expertmesh/cutlass-4.2.0
 readonly CUTLASS_WHEEL=nvidia-cutlass==4.2.0.0
@@ -215,6 +220,23 @@ install_cutlass() {
   as_root mv "$CUTLASS_DIR.unfinished" "$CUTLASS_DIR"
 }
 
+nccl_is_unpacked() {
+  [[ -f "$NCCL_DIR/wheels.txt" && "$(<"$NCCL_DIR/wheels.txt")" == "$NCCL_WHEEL" ]]
+}
+
+install_nccl() {
+  [[ $(uname -m) == x86_64 ]] ||
+    die "NCCL's wheel is for x86-64; on $(uname -m) install libnccl-dev and run this again"
+  say "unpacking NCCL (${NCCL_WHEEL% *}) into $NCCL_DIR"
+  fetch_from_wheel "${NCCL_WHEEL% *}" "${NCCL_WHEEL#* }" nccl/include/nccl.h nccl/lib/libnccl.so.2
+  as_root rm -rf "$NCCL_DIR"
+  as_root install -D -m 644 "$scratch/unpacked/nvidia/nccl/include/nccl.h" "$NCCL_DIR/include/nccl.h"
+  as_root install -D -m 644 "$scratch/unpacked/nvidia/nccl/lib/libnccl.so.2" "$NCCL_DIR/lib/libnccl.so.2"
+  # Last: its presence means that the set is complete.
+  echo "$NCCL_WHEEL" > "$scratch/wheels.txt"
+  as_root install -m 644 "$scratch/wheels.txt" "$NCCL_DIR/wheels.txt"
+}
+
 install_grpcurl() {
   say "building grpcurl ($GRPCURL) into $BIN_DIR"
   mkdir "$scratch/go"
@@ -223,7 +245,7 @@ install_grpcurl() {
   as_root install -D -m 755 "$scratch/go/grpcurl" "$BIN_DIR/grpcurl"
 }
 
-wants_protos=false wants_buf=false wants_grpcurl=false wants_cuda=false wants_cutlass=false
+wants_protos=false wants_buf=false wants_grpcurl=false wants_cuda=false wants_nccl=false wants_cutlass=false
 [[ -f "$PROTO_DIR/google/rpc/status.proto" ]] || wants_protos=true
 if $with_tests; then
   command -v buf >/dev/null || wants_buf=true
@@ -232,10 +254,13 @@ fi
 if $with_cuda && ! cuda_is_unpacked && ! system_has_cuda; then
   wants_cuda=true
 fi
+if $with_cuda && ! nccl_is_unpacked && [[ ! -f /usr/include/nccl.h ]]; then
+  wants_nccl=true
+fi
 if $with_cuda && [[ ! -d "$CUTLASS_DIR" ]]; then
   wants_cutlass=true
 fi
-if $wants_protos || $wants_buf || $wants_cuda || $wants_cutlass; then
+if $wants_protos || $wants_buf || $wants_cuda || $wants_nccl || $wants_cutlass; then
   python3 -m pip --version >/dev/null 2>&1 || packages+=(python3-pip)
 fi
 if $wants_grpcurl && ! command -v go >/dev/null; then
@@ -246,13 +271,14 @@ find_missing "${packages[@]}"
 if ((${#missing[@]})); then
   install_packages
 fi
-if $wants_protos || $wants_buf || $wants_grpcurl || $wants_cuda || $wants_cutlass; then
+if $wants_protos || $wants_buf || $wants_grpcurl || $wants_cuda || $wants_nccl || $wants_cutlass; then
   scratch=$(mktemp -d)
   trap 'rm -rf "$scratch"' EXIT
   if $wants_protos; then install_google_rpc_protos; fi
   if $wants_buf; then install_buf; fi
   if $wants_grpcurl; then install_grpcurl; fi
   if $wants_cuda; then install_cuda; fi
+  if $wants_nccl; then install_nccl; fi
   if $wants_cutlass; then install_cutlass; fi
 fi
 say "everything is there"
