@@ -1,0 +1,276 @@
+#include "kernels/cuda/cuda_stream_queue.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "kernels/base/host_deadline.h"
+#include "kernels/cuda/cuda_status.h"
+
+namespace expertmesh {
+namespace {
+
+// Polls without giving up the core in between: kernels of a small step take some ten microseconds.
+constexpr int kEagerPolls = 64;
+constexpr int kYieldingPolls = 512;
+constexpr std::chrono::microseconds kPollInterval(50);
+
+}  // namespace
+
+CudaStreamQueue::CudaStreamQueue(int32_t device_index) : device_index_(device_index) {
+  created_ = UseCudaDevice(device_index_);
+  if (created_.ok()) {
+    created_ = CudaStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking),
+                          "cudaStreamCreateWithFlags", device_index_);
+  }
+  error_ = created_;
+}
+
+CudaStreamQueue::~CudaStreamQueue() {
+  {
+    const Lock lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+  // Nobody is left to tell of an error; a lost context has freed everything anyway.
+  for (const cudaEvent_t event : idle_events_) static_cast<void>(cudaEventDestroy(event));
+  if (stream_ != nullptr) static_cast<void>(cudaStreamDestroy(stream_));
+}
+
+absl::Status CudaStreamQueue::Add(Operation operation) {
+  if (operation.kind == Operation::Kind::kWaitFor && !operation.event.done()) {
+    operation.event.OnDone([weak = weak_from_this()] {
+      const std::shared_ptr<CudaStreamQueue> queue = weak.lock();
+      if (queue == nullptr) return;
+      const Lock lock(queue->mutex_);
+      queue->changed_.notify_all();
+      queue->advanced_.notify_all();
+    });
+  }
+  Lock lock(mutex_);
+  pending_.push_back(std::move(operation));
+  Advance(lock, By::kOperation);
+  WakeThread();
+  return absl::OkStatus();
+}
+
+absl::Status CudaStreamQueue::Wait(absl::Time deadline) {
+  Lock lock(mutex_);
+  for (int num_polls = 0;; ++num_polls) {
+    Advance(lock, By::kWait);
+    if (!advancing_ && pending_.empty() && unmarked_) {
+      advancing_ = true;
+      PushMark(lock, std::nullopt);
+      advancing_ = false;
+      continue;
+    }
+    if (IsIdle()) return error_;
+    WakeThread();
+    if (absl::Now() >= deadline) {
+      return absl::DeadlineExceededError("stream still busy at the deadline");
+    }
+    if (!advancing_ && !marks_.empty()) {
+      Pause(lock, advanced_, num_polls);
+    } else {
+      WaitUntil(advanced_, lock, deadline, [this] { return WaiterIsNeeded(); });
+    }
+  }
+}
+
+void CudaStreamQueue::ClearError() {
+  const Lock lock(mutex_);
+  error_ = created_;
+}
+
+void CudaStreamQueue::Drain() {
+  std::deque<Operation> dropped;
+  {
+    Lock lock(mutex_);
+    dropping_ = true;
+    advanced_.wait(lock, [this] { return !advancing_; });
+    dropped = std::exchange(pending_, {});
+  }
+  // A device that was lost has nothing left to wait for.
+  static_cast<void>(Wait(absl::InfiniteFuture()));
+  for (Operation& operation : dropped) {
+    if (operation.kind == Operation::Kind::kRecord) {
+      operation.event.Signal(absl::CancelledError("the stream was destroyed first"));
+    }
+  }
+  const Lock lock(mutex_);
+  dropping_ = false;
+  error_ = created_;
+}
+
+bool CudaStreamQueue::IsIdle() const {
+  return !advancing_ && pending_.empty() && marks_.empty() && !unmarked_;
+}
+
+bool CudaStreamQueue::FrontIsReady() const {
+  if (pending_.empty() || dropping_) return false;
+  const Operation& front = pending_.front();
+  return front.kind != Operation::Kind::kWaitFor || !error_.ok() || front.event.done();
+}
+
+bool CudaStreamQueue::WaiterIsNeeded() const {
+  if (advancing_) return false;
+  if (pending_.empty() || !marks_.empty()) return true;
+  // Host work is the thread's, unless it is only to be dropped or marked.
+  return FrontIsReady() &&
+         (pending_.front().kind != Operation::Kind::kHostWork || !error_.ok() || unmarked_);
+}
+
+// Without a Wait nothing else would tell an event that it is done, or run what stands behind it.
+bool CudaStreamQueue::ThreadIsNeeded() const {
+  if (advancing_) return false;
+  if (num_event_marks_ > 0 || (!pending_.empty() && !marks_.empty())) return true;
+  return FrontIsReady();
+}
+
+void CudaStreamQueue::WakeThread() {
+  if (!ThreadIsNeeded()) return;
+  if (!thread_.joinable()) thread_ = std::thread([this] { RunThread(); });
+  changed_.notify_all();
+}
+
+void CudaStreamQueue::RunThread() {
+  Lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return stopping_ || ThreadIsNeeded(); });
+    if (stopping_) return;
+    for (int num_polls = 0; ThreadIsNeeded() && !stopping_; ++num_polls) {
+      Advance(lock, By::kThread);
+      if (!marks_.empty()) Pause(lock, changed_, num_polls);
+    }
+  }
+}
+
+void CudaStreamQueue::Pause(Lock& lock, std::condition_variable& woken, int num_polls) {
+  if (num_polls < kYieldingPolls) {
+    lock.unlock();
+    if (num_polls >= kEagerPolls) std::this_thread::yield();
+    lock.lock();
+    return;
+  }
+  woken.wait_for(lock, kPollInterval);
+}
+
+void CudaStreamQueue::Advance(Lock& lock, By by) {
+  if (advancing_) return;
+  advancing_ = true;
+  while (AdvanceFront(lock, by) || (by != By::kOperation && TakeReachedMark(lock))) {
+  }
+  advancing_ = false;
+  advanced_.notify_all();
+}
+
+bool CudaStreamQueue::TakeReachedMark(Lock& lock) {
+  if (marks_.empty()) return false;
+  const cudaEvent_t reached = marks_.front().reached;
+  lock.unlock();
+  const cudaError_t error = cudaEventQuery(reached);
+  lock.lock();
+  if (error == cudaErrorNotReady) return false;
+  Mark mark = std::move(marks_.front());
+  marks_.pop_front();
+  idle_events_.push_back(reached);
+  if (error != cudaSuccess) {
+    const absl::Status status = CudaStatus(error, "cudaEventQuery", device_index_);
+    error_.Update(status);
+    mark.error.Update(status);
+  }
+  if (mark.event.has_value()) {
+    --num_event_marks_;
+    lock.unlock();
+    mark.event->Signal(mark.error);
+    mark.event.reset();
+    lock.lock();
+  }
+  return true;
+}
+
+bool CudaStreamQueue::AdvanceFront(Lock& lock, By by) {
+  if (!FrontIsReady()) return false;
+  if (pending_.front().kind == Operation::Kind::kHostWork && error_.ok()) {
+    if (unmarked_) {
+      PushMark(lock, std::nullopt);
+      return true;
+    }
+    if (!marks_.empty() || by != By::kThread) return false;
+  }
+  Operation operation = std::move(pending_.front());
+  pending_.pop_front();
+  switch (operation.kind) {
+    case Operation::Kind::kWaitFor:
+      error_.Update(operation.event.status());
+      return true;
+    case Operation::Kind::kRecord:
+      if (unmarked_ || !marks_.empty()) {
+        PushMark(lock, operation.event);
+      } else {
+        const absl::Status error = error_;
+        lock.unlock();
+        operation.event.Signal(error);
+        lock.lock();
+      }
+      return true;
+    case Operation::Kind::kLaunch:
+    case Operation::Kind::kHostWork:
+      break;
+  }
+  const bool is_launch = operation.kind == Operation::Kind::kLaunch;
+  const bool is_run = error_.ok();
+  if (is_run && is_launch) unmarked_ = true;
+  lock.unlock();
+  absl::Status status;
+  if (is_run) {
+    // Host work makes CUDA calls, too.
+    status = UseCudaDevice(device_index_);
+    if (status.ok()) status = is_launch ? operation.launch(stream_) : operation.work();
+  }
+  // What it captured goes here, before anyone is told that it is done.
+  operation.launch = nullptr;
+  operation.work = nullptr;
+  lock.lock();
+  error_.Update(status);
+  return true;
+}
+
+void CudaStreamQueue::PushMark(Lock& lock, std::optional<Event> event) {
+  unmarked_ = false;
+  Mark mark = {nullptr, std::move(event), error_};
+  if (!idle_events_.empty()) {
+    mark.reached = idle_events_.back();
+    idle_events_.pop_back();
+  }
+  lock.unlock();
+  absl::Status status = UseCudaDevice(device_index_);
+  if (status.ok() && mark.reached == nullptr) {
+    status = CudaStatus(cudaEventCreateWithFlags(&mark.reached, cudaEventDisableTiming),
+                        "cudaEventCreateWithFlags", device_index_);
+  }
+  if (status.ok()) {
+    status = CudaStatus(cudaEventRecord(mark.reached, stream_), "cudaEventRecord", device_index_);
+  }
+  if (!status.ok()) {
+    // Nothing can be marked any more, so the device must be done before anyone is told so.
+    if (stream_ != nullptr) static_cast<void>(cudaStreamSynchronize(stream_));
+    if (mark.event.has_value()) {
+      absl::Status error = mark.error;
+      error.Update(status);
+      mark.event->Signal(error);
+    }
+  }
+  lock.lock();
+  error_.Update(status);
+  if (!status.ok()) {
+    if (mark.reached != nullptr) idle_events_.push_back(mark.reached);
+    return;
+  }
+  if (mark.event.has_value()) ++num_event_marks_;
+  marks_.push_back(std::move(mark));
+}
+
+}  // namespace expertmesh
