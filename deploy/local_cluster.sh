@@ -1,84 +1,205 @@
 #!/usr/bin/env bash
-# A control plane and N expert servers, each a process of its own, on loopback; stops them all on exit (Ctrl-C).
-# usage: deploy/local_cluster.sh N [--checkpoint DIR] [--listen HOST:PORT] [--bin DIR]
+# A control plane and N expert servers, each a process of its own, on loopback, until Ctrl-C.
+# usage: deploy/local_cluster.sh N [--checkpoint DIR] [--listen HOST:PORT] [--bin DIR] [-- FLAGS]
+#   N                    ranks, 1 to 64
 #   --checkpoint DIR     Hugging Face checkpoint (default: a small synthetic one, written anew)
 #   --listen HOST:PORT   where clients call (default 127.0.0.1:50051; port 0: the system chooses)
 #   --bin DIR            programs that are built already (default: installs what is missing and builds them)
-# An expert server that dies is started again after a second: kill -9 one, and watch calls go on. One that is asked to stop (SIGTERM) is not.
+#   -- FLAGS             passed to expertmesh-control-plane, e.g. -- --dispatch=direct --heartbeat_timeout=2s
+# A rank that ends, however it ends (kill -9, SIGTERM, a crash), is started again after a second.
+# Ctrl-C or SIGTERM stops all: the control plane first, which ends the calls that it has taken, then the ranks; a second
+# one ends that wait. When the control plane ends by itself, so does all of it. Exit codes: 0 stopped as asked, 1 failed,
+# 2 wrong arguments.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+script=${BASH_SOURCE[0]}
+caller=$PWD
+cd "$(dirname "$script")/.."
 
-usage() { sed -n '2,7s/^# //p' "${BASH_SOURCE[0]}"; }
-num_ranks="" checkpoint="" listen=127.0.0.1:50051 bin=""
+usage() { sed -n '2,/^set /s/^# //p' deploy/local_cluster.sh; }
+say() { echo "local_cluster | $*" || true; }
+die() { echo "local_cluster: $*" >&2; exit 1; }
+usage_error() {
+  echo "local_cluster: $*" >&2
+  usage >&2
+  exit 2
+}
+
+num_ranks="" checkpoint="" listen=127.0.0.1:50051 bin="" control_flags=()
 while (($#)); do
+  name=${1%%=*}
   case "$1" in
-    --checkpoint) checkpoint=${2:?--checkpoint needs a directory}; shift ;;
-    --listen) listen=${2:?--listen needs HOST:PORT}; shift ;;
-    --bin) bin=${2:?--bin needs a directory}; shift ;;
+    --checkpoint=* | --listen=* | --bin=*) value=${1#*=} ;;
+    --checkpoint | --listen | --bin)
+      (($# > 1)) || usage_error "$name has no value"
+      value=$2
+      shift
+      ;;
+    --) shift; control_flags=("$@"); break ;;
     -h | --help) usage; exit 0 ;;
-    *[!0-9]* | "") echo "local_cluster: unknown argument '$1'" >&2; usage >&2; exit 2 ;;
-    *) num_ranks=$1 ;;
+    -*) usage_error "there is no option '$name'" ;;
+    *)
+      [[ "$1" =~ ^[1-9][0-9]?$ ]] && (($1 <= 64)) || usage_error "'$1' is no number of ranks: 1 to 64"
+      [[ -z "$num_ranks" ]] || usage_error "two numbers of ranks: $num_ranks and $1"
+      num_ranks=$1 name="" value=""
+      ;;
+  esac
+  case "$name" in
+    --checkpoint) [[ -n "$value" ]] || usage_error "--checkpoint is empty; it takes a folder"; checkpoint=$value ;;
+    --listen) [[ "$value" =~ ^.+:[0-9]+$ ]] || usage_error "--listen is '$value'; it takes HOST:PORT"; listen=$value ;;
+    --bin) [[ -n "$value" ]] || usage_error "--bin is empty; it takes a folder"; bin=$value ;;
   esac
   shift
 done
-((num_ranks > 0)) || { echo "local_cluster: how many ranks?" >&2; usage >&2; exit 2; }
-
-say() { echo "local_cluster: $*"; }
+[[ -n "$num_ranks" ]] || usage_error "how many ranks?"
+# Paths are the caller's.
+[[ -z "$checkpoint" || "$checkpoint" == /* ]] || checkpoint=$caller/$checkpoint
+[[ -z "$bin" || "$bin" == /* ]] || bin=$caller/$bin
+[[ -z "$checkpoint" || -f "$checkpoint/config.json" ]] || die "--checkpoint: there is no $checkpoint/config.json"
 
 if [[ -z "$bin" ]]; then
   deploy/install_deps.sh
   cmake -S . -B build/quickstart -G Ninja -DCMAKE_BUILD_TYPE=Release -DEXPERTMESH_BUILD_TESTS=OFF --log-level=WARNING
   cmake --build build/quickstart --target expertmesh expertmesh-control-plane expertmesh-expert-server
-  bin=build/quickstart/bin
+  bin=$PWD/build/quickstart/bin
 fi
+for program in expertmesh expertmesh-control-plane expertmesh-expert-server; do
+  [[ -x "$bin/$program" ]] || die "--bin: there is no program $bin/$program"
+done
 
 scratch=$(mktemp -d)
-pids=()
+control_plane="" keepers=() mouths=() announcer=""
+# What a further signal while stopping goes to.
+stopping=()
+
+is_alive() { kill -0 "$1" 2>/dev/null; }
+# Until they have ended; signals that the script handles meanwhile do not end the wait. Without the shell's own words
+# about how they ended.
+wait_for_end() {
+  local pid
+  for pid in "$@"; do
+    { wait "$pid" || true; } 2>/dev/null
+    while is_alive "$pid"; do { wait "$pid" || true; } 2>/dev/null; done
+  done
+}
+stop() {
+  stopping=("$@")
+  kill -TERM "$@" 2>/dev/null || true
+  wait_for_end "$@"
+}
 finish() {
-  trap - EXIT INT TERM
-  ((${#pids[@]} == 0)) || kill -TERM "${pids[@]}" 2>/dev/null || true
+  local code=$?
+  trap - EXIT
+  trap 'say "at once"; kill -TERM "${stopping[@]}" 2>/dev/null || true' INT TERM HUP
+  [[ -z "$announcer" ]] || kill -TERM "$announcer" 2>/dev/null || true
+  if [[ -n "$control_plane" ]] && is_alive "$control_plane"; then
+    say "stopping: calls that were taken end first (Ctrl-C again: at once)"
+    stop "$control_plane"
+  fi
+  ((${#keepers[@]} == 0)) || stop "${keepers[@]}"
+  # Their last words come before the prompt.
+  local mouth
+  for mouth in "${mouths[@]}"; do exec {mouth}>&-; done
   wait || true
   rm -rf "$scratch"
+  exit "$code"
 }
 trap finish EXIT
-trap 'exit 0' INT TERM
+trap 'exit 0' INT TERM HUP
+
+# mouth NAME: puts a descriptor into `mouth`; what is written there appears line by line behind NAME.
+mouth() {
+  local name
+  printf -v name '%-13s' "$1"
+  exec {mouth}> >(exec setsid sed -u "s/^/$name | /")
+  mouths+=("$mouth")
+}
+how_it_ended() {
+  if (($1 > 128)); then echo "ended by SIG$(kill -l "$1")"; else echo "ended with exit code $1"; fi
+}
 
 if [[ -z "$checkpoint" ]]; then
   checkpoint=$scratch/tiny-qwen3-moe
   "$bin/expertmesh" checkpoint --out="$checkpoint"
 fi
 
-"$bin/expertmesh-control-plane" --checkpoint="$checkpoint" --ep_size="$num_ranks" --rank_listen=127.0.0.1:0 \
-  --rank_port_file="$scratch/rank_port" --listen="$listen" --metrics_listen=127.0.0.1:0 --allow_admin &
+# Servers have sessions of their own (setsid), so that Ctrl-C reaches this script alone, which then stops them in order.
+mouth control-plane
+setsid "$bin/expertmesh-control-plane" --checkpoint="$checkpoint" --ep_size="$num_ranks" --rank_listen=127.0.0.1:0 \
+  --rank_port_file="$scratch/rank_port" --listen="$listen" --port_file="$scratch/port" --metrics_listen=127.0.0.1:0 \
+  --allow_admin "${control_flags[@]}" >&"$mouth" 2>&1 &
 control_plane=$!
-pids+=("$control_plane")
+say "the control plane is pid $control_plane"
 for ((i = 0; i < 600; i++)); do
-  [[ ! -s "$scratch/rank_port" ]] || break
-  kill -0 "$control_plane" 2>/dev/null || { wait "$control_plane"; exit 1; }
+  [[ ! -s "$scratch/rank_port" || ! -s "$scratch/port" ]] || break
+  if ! is_alive "$control_plane"; then
+    code=0
+    wait "$control_plane" || code=$?
+    say "the control plane $(how_it_ended "$code"); it says above why"
+    exit 1
+  fi
   sleep 0.1
 done
-[[ -s "$scratch/rank_port" ]] || { say "the control plane did not open a port within a minute" >&2; exit 1; }
-rank_port=$(cat "$scratch/rank_port")
+[[ -s "$scratch/rank_port" && -s "$scratch/port" ]] || die "the control plane did not open its ports within a minute"
+rank_port=$(<"$scratch/rank_port")
+target=${listen%:*}:$(<"$scratch/port")
 
-# Each rank's keeper starts it again when it dies, and ends it when the keeper is ended.
+# Each rank's keeper starts it again when it ends, until the keeper is told to stop; then it ends it.
 keep() {
-  local rank=$1 pid=""
-  trap '[[ -z "$pid" ]] || kill -TERM "$pid" 2>/dev/null; wait; exit 0' TERM INT
-  while true; do
-    "$bin/expertmesh-expert-server" --control_plane="127.0.0.1:$rank_port" --ep_rank="$rank" --ep_size="$num_ranks" \
-      --checkpoint="$checkpoint" --threads="$threads" &
+  local rank=$1 mouth=$2 pid="" is_stopping=false code
+  trap - EXIT
+  trap 'is_stopping=true; [[ -z "$pid" ]] || kill -TERM "$pid" 2>/dev/null || true' TERM
+  trap '' INT HUP TTOU
+  until $is_stopping; do
+    setsid "$bin/expertmesh-expert-server" --control_plane="127.0.0.1:$rank_port" --ep_rank="$rank" \
+      --ep_size="$num_ranks" --checkpoint="$checkpoint" --threads="$threads" >&"$mouth" 2>&1 &
     pid=$!
-    say "rank $rank is process $pid"
-    # Without the shell's own words about how it ended.
-    if { wait "$pid"; } 2>/dev/null; then exit 0; fi
-    say "rank $rank ended; starting it again"
-    sleep 1
+    echo "$pid" > "$scratch/rank_$rank"
+    say "rank $rank is pid $pid"
+    ! $is_stopping || kill -TERM "$pid" 2>/dev/null || true
+    while true; do
+      code=0
+      { wait "$pid" || code=$?; } 2>/dev/null
+      is_alive "$pid" || break
+    done
+    $is_stopping && break
+    say "rank $rank (pid $pid) $(how_it_ended "$code"); it is started again in a second"
+    pid=""
+    sleep 1 &
+    wait "$!" || true
   done
 }
 threads=$(($(nproc) / num_ranks))
 ((threads > 0)) || threads=1
 for ((rank = 0; rank < num_ranks; rank++)); do
-  keep "$rank" &
-  pids+=($!)
+  mouth "rank $rank"
+  # In a process group of its own, for what signals this script's whole group (Ctrl-C, timeout).
+  set -m
+  keep "$rank" "$mouth" < /dev/null &
+  set +m
+  keepers+=("$!")
 done
-wait "$control_plane"
+
+# Says what there is, once there is all of it.
+announce() {
+  trap - EXIT INT TERM HUP
+  until "$bin/expertmesh" status --json --target="$target" --timeout=5s 2>/dev/null | grep -q '"ready": true'; do
+    sleep 0.2
+  done
+  local rank pids=() cli=${bin#"$PWD/"}/expertmesh to=""
+  [[ "$target" == 127.0.0.1:50051 ]] || to=" --target=$target"
+  for ((rank = 0; rank < num_ranks; rank++)); do pids+=("$(<"$scratch/rank_$rank")"); done
+  say "ready: clients call $target; pids: control plane $control_plane, ranks from 0 on ${pids[*]}"
+  say "in another terminal:"
+  say "  $cli status --watch=1s$to"
+  say "  $cli forward --tokens=16 --check=$checkpoint$to"
+  say "  $cli bench --duration=30s$to"
+  say "  kill -9 ${pids[-1]}     # the rank comes back; calls wait for it"
+  say "Ctrl-C stops everything"
+}
+announce &
+announcer=$!
+
+code=0
+{ wait "$control_plane" || code=$?; } 2>/dev/null
+say "the control plane $(how_it_ended "$code"); stopping the ranks"
+((code == 0)) || exit 1

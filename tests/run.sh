@@ -22,7 +22,11 @@ while (($#)); do
       preset=cuda-asan dependencies=(--test --cuda)
       targets=(--target kernels_cuda_test) filter=(-R kernels_cuda_test)
       ;;
-    -R) filter=(-R "${2:?-R needs a regular expression}"); shift ;;
+    -R)
+      (($# > 1)) || { echo "run.sh: -R has no value; it takes a regular expression" >&2; exit 2; }
+      filter=(-R "$2")
+      shift
+      ;;
     -h | --help) sed -n '2,9s/^# //p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) echo "run.sh: unknown argument '$1'" >&2; sed -n '2,9s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
   esac

@@ -160,34 +160,6 @@ TEST(RankClusterTest, RefusedRanksSayWhyAndTheGroupIsUnharmed) {
   EXPECT_THAT((*lonely)->Stderr(), HasSubstr("could not join at 127.0.0.1:1 in 500ms"));
 }
 
-TEST(RankClusterTest, LocalClusterScript) {
-  const std::string cli = SiblingBinary("expertmesh");
-  auto script = ServerProcess::Start(
-      {.path = "deploy/local_cluster.sh",
-       .args = {"3", "--listen", "127.0.0.1:0", "--bin", cli.substr(0, cli.rfind('/'))}});
-  ASSERT_TRUE(script.ok()) << script.status();
-  // It ends what it started; killed, it could not.
-  struct Stop {
-    ServerProcess* script;
-    ~Stop() {
-      script->Terminate().IgnoreError();
-      EXPECT_EQ(script->Wait(kPlenty).value_or(-1), 0);
-    }
-  } stop{script->get()};
-  const auto serving =
-      (*script)->WaitForLine("serving tiny-qwen3-moe on (127\\.0\\.0\\.1:[0-9]+) epoch=1", kPlenty);
-  ASSERT_TRUE(serving.ok()) << serving.status();
-  const auto folder = (*script)->WaitForLine("^(/.*/tiny-qwen3-moe): ", kPlenty);
-  ASSERT_TRUE(folder.ok()) << folder.status();
-  auto forward = ServerProcess::Start(
-      {.path = cli,
-       .args = {"forward", "--tokens=9", absl::StrCat("--target=", (*serving)[1]),
-                absl::StrCat("--check=", (*folder)[1])}});
-  ASSERT_TRUE(forward.ok()) << forward.status();
-  EXPECT_EQ((*forward)->Wait(kPlenty).value_or(-1), 0) << (*forward)->Stderr();
-  EXPECT_THAT((*forward)->Stdout(), HasSubstr("3 ranks"));
-}
-
 TEST(RankClusterTest, RanksKeepTheirWeightsAcrossARestartOfTheControlPlane) {
   Oracle oracle(2);
   ASSERT_TRUE(oracle.ok());
