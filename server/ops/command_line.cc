@@ -1,7 +1,10 @@
 #include "server/ops/command_line.h"
 
+#include <algorithm>
 #include <cmath>
 #include <map>
+#include <numeric>
+#include <utility>
 
 #include "absl/flags/commandlineflag.h"
 #include "absl/flags/reflection.h"
@@ -10,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
+#include "absl/time/time.h"
 
 namespace expertmesh {
 namespace {
@@ -21,10 +25,47 @@ struct ByteUnit {
 constexpr ByteUnit kUnits[] = {
     {"GiB", int64_t{1} << 30}, {"MiB", int64_t{1} << 20}, {"KiB", int64_t{1} << 10}, {"B", 1}};
 
+// What a flag of this type takes; empty where only its parser knows.
+std::string ValidForm(const absl::CommandLineFlag& flag) {
+  if (flag.IsOfType<absl::Duration>()) return "a duration with its unit, e.g. 500ms, 10s or 2m";
+  if (flag.IsOfType<ByteSize>()) return "a size, e.g. 4096, 64KiB, 1.5MiB or 2GiB";
+  if (flag.IsOfType<bool>()) return "true or false";
+  if (flag.IsOfType<double>() || flag.IsOfType<float>()) return "a number";
+  if (flag.IsOfType<uint32_t>() || flag.IsOfType<uint64_t>()) return "a whole number from 0 on";
+  if (flag.IsOfType<int32_t>() || flag.IsOfType<int64_t>()) return "a whole number";
+  return "";
+}
+
 absl::Status SetFlag(absl::CommandLineFlag* flag, absl::string_view value) {
   std::string error;
   if (flag->ParseFrom(value, &error)) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(error));
+  const std::string form = ValidForm(*flag);
+  if (form.empty()) return absl::InvalidArgumentError(error);
+  return absl::InvalidArgumentError(
+      absl::StrCat("--", flag->Name(), " is '", value, "'; it takes ", form));
+}
+
+// Insertions, deletions and replacements that make `a` into `b`.
+size_t EditDistance(absl::string_view a, absl::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i);
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = std::exchange(row[j], std::min({row[j] + 1, row[j - 1] + 1, replaced}));
+    }
+  }
+  return row[b.size()];
+}
+
+absl::Status NoSuchFlag(absl::string_view name) {
+  std::vector<std::string> known;
+  for (const auto& [other, flag] : absl::GetAllFlags()) known.emplace_back(other);
+  const std::string closest = ClosestName(std::string(name), known);
+  return absl::InvalidArgumentError(
+      absl::StrCat("there is no flag --", name,
+                   closest.empty() ? "" : absl::StrCat("; did you mean --", closest, "?")));
 }
 
 }  // namespace
@@ -41,7 +82,7 @@ bool AbslParseFlag(absl::string_view text, ByteSize* size, std::string* error) {
   double count = 0;
   if (!absl::SimpleAtod(number, &count) || !(count >= 0) ||
       count * static_cast<double>(unit_bytes) > 9e18) {
-    *error = "expected a size such as 4096, 64KiB, 1.5MiB or 2GiB";
+    *error = "not a size";
     return false;
   }
   size->bytes = static_cast<int64_t>(count * static_cast<double>(unit_bytes));
@@ -94,16 +135,30 @@ absl::StatusOr<CommandLine> ParseCommandLine(const std::vector<std::string>& arg
       } else if (i + 1 < args.size()) {
         value = args[++i];
       } else {
-        return absl::InvalidArgumentError(absl::StrCat("flag --", name, " needs a value"));
+        return absl::InvalidArgumentError(
+            absl::StrCat("--", name, " has no value; it takes ",
+                         ValidForm(*flag).empty() ? "one" : ValidForm(*flag)));
       }
     }
-    if (flag == nullptr) {
-      return absl::InvalidArgumentError(absl::StrCat("there is no flag --", name));
-    }
+    if (flag == nullptr) return NoSuchFlag(name);
     const absl::Status status = SetFlag(flag, value);
     if (!status.ok()) return status;
+    result.flags.emplace_back(flag->Name());
   }
   return result;
+}
+
+std::string ClosestName(const std::string& name, const std::vector<std::string>& known) {
+  std::string closest;
+  // As many typing errors as a short word can have and still be meant.
+  size_t best = std::min<size_t>(3, name.size() / 2 + 1);
+  for (const std::string& other : known) {
+    const size_t distance = EditDistance(name, other);
+    if (distance >= best) continue;
+    best = distance;
+    closest = other;
+  }
+  return closest;
 }
 
 std::string DescribeFlags(std::string_view source) {
@@ -114,11 +169,14 @@ std::string DescribeFlags(std::string_view source) {
     }
   }
   std::string text;
+  bool has_durations = false;
   for (const auto& [name, flag] : flags) {
+    has_durations |= flag->IsOfType<absl::Duration>();
     const std::string preset = flag->DefaultValue();
     absl::StrAppend(&text, "  --", name, preset.empty() ? "" : absl::StrCat("=", preset),
                     "\n      ", flag->Help(), "\n");
   }
+  if (has_durations) absl::StrAppend(&text, "Times have a unit: 500ms, 10s, 2m.\n");
   return text;
 }
 

@@ -21,14 +21,18 @@ std::string AbslUnparseFlag(ByteSize size);
 struct CommandLine {
   bool help = false;                     // --help or -h was there
   bool version = false;                  // --version was there
+  std::vector<std::string> flags;        // names of those that were set
   std::vector<std::string> positionals;  // what is no flag
 };
 
 // Sets the ABSL_FLAGs that `args` (without the program's name) name: --name=value, --name value,
 // --bool, --nobool; after "--" all are positionals. absl's own parser ends the process with 1 and
 // a list of every library's flags; this one leaves that to the caller. INVALID_ARGUMENT names the
-// flag. Not thread safe.
+// flag, its value and what it takes, or the flag that was probably meant. Not thread safe.
 absl::StatusOr<CommandLine> ParseCommandLine(const std::vector<std::string>& args);
+
+// Which of `known` was probably meant by `name`; empty: none is close.
+std::string ClosestName(const std::string& name, const std::vector<std::string>& known);
 
 // The flags that are defined in source files whose path contains `source`, one paragraph each.
 std::string DescribeFlags(std::string_view source);

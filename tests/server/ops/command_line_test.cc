@@ -54,10 +54,38 @@ TEST(CommandLineTest, ErrorsNameTheFlag) {
   }
 }
 
+TEST(CommandLineTest, ErrorsSayWhatIsValid) {
+  for (const auto& [arg, says] :
+       {std::pair{"--test_duration=1",
+                  "--test_duration is '1'; it takes a duration with its unit, "
+                  "e.g. 500ms, 10s or 2m"},
+        {"--test_duration", "--test_duration has no value; it takes a duration"},
+        {"--test_int=seven", "--test_int is 'seven'; it takes a whole number"},
+        {"--test_int=99999999999", "--test_int is '99999999999'"},
+        {"--test_bytes=5XiB", "--test_bytes is '5XiB'; it takes a size, e.g. 4096, 64KiB"},
+        {"--test_bool=perhaps", "--test_bool is 'perhaps'; it takes true or false"},
+        {"--test_text", "--test_text has no value"},
+        {"--test_durations=1s", "there is no flag --test_durations; did you mean --test_duration?"},
+        {"--tets_int=1", "did you mean --test_int?"}}) {
+    const auto line = ParseCommandLine({arg});
+    EXPECT_EQ(line.status().code(), absl::StatusCode::kInvalidArgument) << arg;
+    EXPECT_THAT(std::string(line.status().message()), HasSubstr(says));
+  }
+  EXPECT_THAT(std::string(ParseCommandLine({"--no_such_flag"}).status().message()),
+              Not(HasSubstr("did you mean")));
+}
+
+TEST(CommandLineTest, TellsWhichFlagsWereSet) {
+  const auto line = ParseCommandLine({"--test_bool", "--test_int", "8", "word"});
+  ASSERT_TRUE(line.ok()) << line.status();
+  EXPECT_THAT(line->flags, ElementsAre("test_bool", "test_int"));
+}
+
 TEST(CommandLineTest, DescribesOurFlagsAlone) {
   const std::string text = DescribeFlags("command_line_test.cc");
   EXPECT_THAT(text, HasSubstr("--test_bytes=64MiB\n      Some bytes."));
   EXPECT_THAT(text, HasSubstr("--test_text\n"));
+  EXPECT_THAT(text, HasSubstr("500ms, 10s, 2m"));
   EXPECT_THAT(text, Not(HasSubstr("flagfile")));
 }
 
