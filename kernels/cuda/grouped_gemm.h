@@ -1,0 +1,72 @@
+#ifndef EXPERTMESH_KERNELS_CUDA_GROUPED_GEMM_H_
+#define EXPERTMESH_KERNELS_CUDA_GROUPED_GEMM_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/base/dtype.h"
+
+namespace expertmesh {
+
+// Rows (or columns of a weight) and k that share one scale of a float8 operand.
+inline constexpr int64_t kGemmScaleBlock = 128;
+
+// output[row, :] = rows[row, :] · weights[e]ᵀ for the expert e of each row. Memory is on the device
+// but for the two arrays that say otherwise. Element types:
+//   rows and weights float32, float16 or bfloat16, in any pair; or both float8_e4m3 with scales
+//   output           float32, float16 or bfloat16
+struct CudaGroupedGemmParams {
+  int32_t num_experts = 0;
+  //   contiguous: rows [expert_offsets[num_experts], k], those of expert e from expert_offsets[e]
+  //   on batched:    max_rows_per_expert > 0: rows [num_experts, max_rows_per_expert, k], of which
+  //   an
+  //               expert's rows from expert_num_tokens[e] on are neither read nor written
+  const void* rows = nullptr;
+  DType rows_dtype = DType::kInvalid;
+  // Host, [num_experts + 1], ascending; contiguous. Read before the call returns.
+  const int64_t* expert_offsets = nullptr;
+  // [num_experts], each in [0, max_rows_per_expert]; batched. Host, and read before the call
+  // returns, for LaunchGroupedGemm; device for LaunchMaskedGroupedGemm.
+  const int32_t* expert_num_tokens = nullptr;
+  int64_t max_rows_per_expert = 0;
+  const void* weights = nullptr;  // [num_experts, n, k]
+  DType weight_dtype = DType::kInvalid;
+  int64_t n = 0;
+  int64_t k = 0;
+  // Both for float8, else null.
+  const float* row_scales = nullptr;     // shaped as rows, [..., ceil(k / kGemmScaleBlock)]
+  const float* weight_scales = nullptr;  // [num_experts, ceil(n / block), ceil(k / block)]
+  void* output = nullptr;                // shaped as rows, [..., n]
+  DType output_dtype = DType::kInvalid;
+  // Scratch of one launch at a time: launches of one stream may share it. 256-byte aligned.
+  void* workspace = nullptr;
+  int64_t workspace_bytes = 0;  // at least GroupedGemmWorkspaceBytes(num_experts)
+};
+
+int64_t GroupedGemmWorkspaceBytes(int32_t num_experts);
+
+// Whether products run on the tensor cores, which depends on what a layer is, never on its rows:
+// element types (both float16, both bfloat16 or both float8; output float32 or, but for float8,
+// that type), n and k in whole 16-byte vectors (float8: whole scale blocks), a device and a build
+// for sm_90a. Else they run in float32 on the other cores. With tensor cores rows, weights and
+// output must be 16-byte aligned.
+bool GroupedGemmUsesTensorCores(const CudaGroupedGemmParams& params);
+
+// Enqueues the product on `stream`; not blocking. Local. Thread safe. Memory must live until the
+// stream has passed it. Sums are in float32 by ascending k over the whole of k, so a row's bytes
+// never depend on how many rows there are; float8 products are summed per scale block, and block
+// sums times both scales are added. Experts without rows are fine. cudaErrorInvalidValue when the
+// params do not fit together; cudaErrorMisalignedAddress; other errors are the launch's.
+[[nodiscard]] cudaError_t LaunchGroupedGemm(const CudaGroupedGemmParams& params,
+                                            cudaStream_t stream);
+
+// The same for the batched format with expert_num_tokens on the device: everything that the host
+// decides depends on max_rows_per_expert alone, so it can be captured into a CUDA graph. A count
+// outside [0, max_rows_per_expert] is taken as the nearer of the two.
+[[nodiscard]] cudaError_t LaunchMaskedGroupedGemm(const CudaGroupedGemmParams& params,
+                                                  cudaStream_t stream);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_KERNELS_CUDA_GROUPED_GEMM_H_

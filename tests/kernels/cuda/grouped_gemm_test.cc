@@ -1,0 +1,381 @@
+#include "kernels/cuda/grouped_gemm.h"
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "tests/kernels/cpu/random_layer.h"
+#include "tests/kernels/cuda/device_bytes.h"
+#include "tests/kernels/cuda/test_device.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+
+int64_t Blocks(int64_t size) { return (size + kGemmScaleBlock - 1) / kGemmScaleBlock; }
+
+std::vector<std::byte> RandomBytes(std::mt19937_64& random, int64_t count, DType dtype) {
+  if (dtype != DType::kFloat8E4M3) return ToBytes(RandomValues(random, count, 1.0, dtype), dtype);
+  std::vector<std::byte> bytes;
+  for (const double value : RandomValues(random, count, 20.0, DType::kFloat32)) {
+    bytes.push_back(std::byte{FloatToFloat8E4M3(static_cast<float>(value))});
+  }
+  return bytes;
+}
+
+double Load(const std::byte* data, DType dtype, int64_t index) {
+  return dtype == DType::kFloat8E4M3 ? Float8E4M3ToFloat(static_cast<uint8_t>(data[index]))
+                                     : LoadFloat(data, dtype, index);
+}
+
+enum class Form { kContiguous, kBatched, kMasked };
+
+struct GemmCase {
+  DType rows_dtype = DType::kInvalid;
+  DType weight_dtype = DType::kInvalid;
+  DType output_dtype = DType::kFloat32;
+  int64_t n = 0;
+  int64_t k = 0;
+  std::vector<int32_t> tokens;
+  Form form = Form::kContiguous;
+};
+
+// A random product on the test device and what it should give.
+class Gemm {
+ public:
+  Gemm(const GemmCase& c, uint64_t seed)
+      : case_(c),
+        max_rows_(*std::max_element(c.tokens.begin(), c.tokens.end()) + 2),
+        offsets_(c.tokens.size() + 1, 0) {
+    std::mt19937_64 random(seed);
+    for (size_t e = 0; e < c.tokens.size(); ++e) offsets_[e + 1] = offsets_[e] + c.tokens[e];
+    const int64_t num_rows =
+        c.form == Form::kContiguous ? offsets_.back() : num_experts() * max_rows_;
+    rows_ = RandomBytes(random, num_rows * c.k, c.rows_dtype);
+    weights_ = RandomBytes(random, num_experts() * c.n * c.k, c.weight_dtype);
+    std::uniform_real_distribution<float> scale(0.01f, 0.1f);
+    if (is_float8()) {
+      row_scales_.resize(static_cast<size_t>(num_rows * Blocks(c.k)));
+      weight_scales_.resize(static_cast<size_t>(num_experts() * Blocks(c.n) * Blocks(c.k)));
+      for (float& value : row_scales_) value = scale(random);
+      for (float& value : weight_scales_) value = scale(random);
+    }
+    num_rows_ = num_rows;
+  }
+
+  int64_t num_experts() const { return static_cast<int64_t>(case_.tokens.size()); }
+  bool is_float8() const { return case_.rows_dtype == DType::kFloat8E4M3; }
+  int64_t FirstRow(size_t e) const {
+    return case_.form == Form::kContiguous ? offsets_[e] : static_cast<int64_t>(e) * max_rows_;
+  }
+  int64_t row_bytes() const { return case_.n * DTypeBytes(case_.output_dtype); }
+
+  DeviceBytes Run() const {
+    // Rows that nobody may read are NaN.
+    std::vector<std::byte> rows(rows_.size(), std::byte{0xff});
+    const int64_t bytes = case_.k * DTypeBytes(case_.rows_dtype);
+    for (size_t e = 0; e < case_.tokens.size(); ++e) {
+      std::copy_n(rows_.begin() + FirstRow(e) * bytes, case_.tokens[e] * bytes,
+                  rows.begin() + FirstRow(e) * bytes);
+    }
+    const DeviceBytes device_rows(rows, 0);
+    const DeviceBytes device_weights(weights_, 0);
+    const DeviceBytes row_scales = DeviceCopy(row_scales_);
+    const DeviceBytes weight_scales = DeviceCopy(weight_scales_);
+    const DeviceBytes device_tokens = DeviceCopy(case_.tokens);
+    // Behind a 256-byte boundary as the header asks.
+    const int64_t workspace_bytes = GroupedGemmWorkspaceBytes(static_cast<int32_t>(num_experts()));
+    const DeviceBytes workspace(workspace_bytes + 256);
+    CudaGroupedGemmParams params;
+    params.num_experts = static_cast<int32_t>(num_experts());
+    params.rows = device_rows.data();
+    params.rows_dtype = case_.rows_dtype;
+    params.weights = device_weights.data();
+    params.weight_dtype = case_.weight_dtype;
+    params.n = case_.n;
+    params.k = case_.k;
+    if (is_float8()) {
+      params.row_scales = row_scales.As<float>();
+      params.weight_scales = weight_scales.As<float>();
+    }
+    params.output_dtype = case_.output_dtype;
+    const uintptr_t address = reinterpret_cast<uintptr_t>(workspace.data());
+    params.workspace = workspace.data() + (256 - address % 256) % 256;
+    params.workspace_bytes = workspace_bytes;
+    if (case_.form != Form::kContiguous) params.max_rows_per_expert = max_rows_;
+    return RunRepeatedly(num_rows_ * row_bytes(), 0, [&](std::byte* out) {
+      params.output = out;
+      if (case_.form == Form::kMasked) {
+        params.expert_num_tokens = device_tokens.As<int32_t>();
+        return LaunchMaskedGroupedGemm(params, nullptr);
+      }
+      // The host's arrays need not outlive the call.
+      std::vector<int64_t> offsets = offsets_;
+      std::vector<int32_t> tokens = case_.tokens;
+      params.expert_offsets = case_.form == Form::kContiguous ? offsets.data() : nullptr;
+      params.expert_num_tokens = case_.form == Form::kBatched ? tokens.data() : nullptr;
+      const cudaError_t error = LaunchGroupedGemm(params, nullptr);
+      std::fill(offsets.begin(), offsets.end(), -1);
+      std::fill(tokens.begin(), tokens.end(), -1);
+      return error;
+    });
+  }
+
+  void ExpectNearReference(const DeviceBytes& output) const {
+    // One rounding per addition of k float32 products, and the output's own.
+    const double unit = case_.output_dtype == DType::kFloat32   ? 0x1p-24
+                        : case_.output_dtype == DType::kFloat16 ? 0x1p-11
+                                                                : 0x1p-8;
+    for (size_t e = 0; e < case_.tokens.size(); ++e) {
+      for (int64_t row = FirstRow(e); row < FirstRow(e) + case_.tokens[e]; ++row) {
+        for (int64_t column = 0; column < case_.n; ++column) {
+          double exact = 0;
+          double magnitude = 0;
+          const int64_t weight_row = static_cast<int64_t>(e) * case_.n + column;
+          for (int64_t i = 0; i < case_.k; ++i) {
+            const double product =
+                Load(rows_.data(), case_.rows_dtype, row * case_.k + i) *
+                Load(weights_.data(), case_.weight_dtype, weight_row * case_.k + i) *
+                Scale(e, row, column, i);
+            exact += product;
+            magnitude += std::abs(product);
+          }
+          const double actual =
+              LoadFloat(output.data(), case_.output_dtype, row * case_.n + column);
+          const double bound = magnitude * static_cast<double>(case_.k + 2) * 0x1p-24 +
+                               std::abs(exact) * unit + 1e-7;
+          ASSERT_LE(std::abs(actual - exact), bound)
+              << "expert " << e << " row " << row << " column " << column << ": " << actual
+              << " instead of " << exact;
+        }
+      }
+    }
+  }
+
+  // Batched rows beyond an expert's count.
+  void ExpectPaddingUntouched(const DeviceBytes& output) const {
+    if (case_.form == Form::kContiguous) return;
+    for (size_t e = 0; e < case_.tokens.size(); ++e) {
+      const int64_t first = FirstRow(e) + case_.tokens[e];
+      const int64_t end = (static_cast<int64_t>(e) + 1) * max_rows_;
+      EXPECT_TRUE(output.IsPoison(first * row_bytes(), (end - first) * row_bytes())) << e;
+    }
+  }
+
+  // The same experts and row bytes with each expert's rows cut to the last `count` of them.
+  Gemm WithLastRows(int32_t count) const {
+    Gemm cut = *this;
+    const int64_t bytes = case_.k * DTypeBytes(case_.rows_dtype);
+    cut.rows_.clear();
+    cut.row_scales_.clear();
+    for (size_t e = 0; e < case_.tokens.size(); ++e) {
+      const int32_t kept = std::min(count, case_.tokens[e]);
+      const int64_t first = FirstRow(e) + case_.tokens[e] - kept;
+      cut.case_.tokens[e] = kept;
+      cut.offsets_[e + 1] = cut.offsets_[e] + kept;
+      cut.rows_.insert(cut.rows_.end(), rows_.begin() + first * bytes,
+                       rows_.begin() + (first + kept) * bytes);
+      if (is_float8()) {
+        cut.row_scales_.insert(cut.row_scales_.end(), row_scales_.begin() + first * Blocks(case_.k),
+                               row_scales_.begin() + (first + kept) * Blocks(case_.k));
+      }
+    }
+    cut.num_rows_ = cut.offsets_.back();
+    return cut;
+  }
+
+  const GemmCase& gemm_case() const { return case_; }
+
+ private:
+  double Scale(size_t e, int64_t row, int64_t column, int64_t i) const {
+    if (!is_float8()) return 1;
+    const int64_t block = i / kGemmScaleBlock;
+    const int64_t weight_block =
+        (static_cast<int64_t>(e) * Blocks(case_.n) + column / kGemmScaleBlock) * Blocks(case_.k) +
+        block;
+    return static_cast<double>(row_scales_[static_cast<size_t>(row * Blocks(case_.k) + block)]) *
+           static_cast<double>(weight_scales_[static_cast<size_t>(weight_block)]);
+  }
+
+  GemmCase case_;
+  int64_t max_rows_;
+  int64_t num_rows_ = 0;
+  std::vector<int64_t> offsets_;
+  std::vector<std::byte> rows_;
+  std::vector<std::byte> weights_;
+  std::vector<float> row_scales_;
+  std::vector<float> weight_scales_;
+};
+
+void RunAndCheck(const GemmCase& c, uint64_t seed) {
+  SCOPED_TRACE("seed " + std::to_string(seed) + " n " + std::to_string(c.n) + " k " +
+               std::to_string(c.k) + " form " + std::to_string(static_cast<int>(c.form)) +
+               " rows " + std::string(DTypeName(c.rows_dtype)) + " weights " +
+               std::string(DTypeName(c.weight_dtype)) + " output " +
+               std::string(DTypeName(c.output_dtype)));
+  const Gemm gemm(c, seed);
+  const DeviceBytes output = gemm.Run();
+  gemm.ExpectNearReference(output);
+  gemm.ExpectPaddingUntouched(output);
+}
+
+TEST(GroupedGemmTest, EveryTypeAndForm) {
+  uint64_t seed = 0;
+  for (const Form form : {Form::kContiguous, Form::kBatched, Form::kMasked}) {
+    for (const DType rows_dtype : kDTypes) {
+      for (const DType weight_dtype : kDTypes) {
+        for (const DType output_dtype : kDTypes) {
+          ++seed;
+          const int64_t n = seed % 2 == 0 ? 72 : 5;
+          const int64_t k = seed % 3 == 0 ? 40 : 33;
+          RunAndCheck({rows_dtype, weight_dtype, output_dtype, n, k, {3, 0, 1}, form}, seed);
+          if (testing::Test::HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST(GroupedGemmTest, TileEdges) {
+  uint64_t seed = 100;
+  for (const int64_t n : {1, 63, 64, 65, 130}) {
+    for (const int64_t k : {1, 16, 17, 129}) {
+      for (const Form form : {Form::kContiguous, Form::kMasked}) {
+        RunAndCheck(
+            {DType::kBFloat16, DType::kBFloat16, DType::kFloat32, n, k, {0, 65, 0, 1, 64}, form},
+            ++seed);
+        if (testing::Test::HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST(GroupedGemmTest, Float8WithBlockScales) {
+  uint64_t seed = 200;
+  for (const int64_t n : {1, 128, 200}) {
+    for (const int64_t k : {1, 127, 128, 300}) {
+      for (const Form form : {Form::kContiguous, Form::kBatched, Form::kMasked}) {
+        RunAndCheck({DType::kFloat8E4M3,
+                     DType::kFloat8E4M3,
+                     seed % 2 == 0 ? DType::kFloat32 : DType::kBFloat16,
+                     n,
+                     k,
+                     {2, 0, 17},
+                     form},
+                    ++seed);
+        if (testing::Test::HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// More experts than one launch of kernel parameters holds.
+TEST(GroupedGemmTest, ManyExperts) {
+  std::vector<int32_t> tokens;
+  for (int e = 0; e < 500; ++e) tokens.push_back(e % 5 == 0 ? 0 : 1);
+  for (const Form form : {Form::kContiguous, Form::kMasked}) {
+    RunAndCheck({DType::kBFloat16, DType::kBFloat16, DType::kFloat32, 3, 8, tokens, form}, 300);
+  }
+}
+
+TEST(GroupedGemmTest, BytesOfARowDoNotDependOnItsNeighbours) {
+  uint64_t seed = 400;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat8E4M3}) {
+    SCOPED_TRACE("seed " + std::to_string(++seed));
+    const Gemm all({dtype, dtype, DType::kFloat32, 136, 264, {70, 1, 0, 9}}, seed);
+    const DeviceBytes output = all.Run();
+    for (const int32_t count : {1, 8, 66}) {
+      const Gemm few = all.WithLastRows(count);
+      const DeviceBytes few_output = few.Run();
+      for (size_t e = 0; e < few.gemm_case().tokens.size(); ++e) {
+        const int64_t kept = few.gemm_case().tokens[e] * few.row_bytes();
+        const int64_t first =
+            (all.FirstRow(e) + all.gemm_case().tokens[e]) * all.row_bytes() - kept;
+        EXPECT_TRUE(std::equal(output.data() + first, output.data() + first + kept,
+                               few_output.data() + few.FirstRow(e) * few.row_bytes()))
+            << "expert " << e << " with " << count << " rows";
+      }
+    }
+  }
+}
+
+TEST(GroupedGemmTest, MaskedCountsAreHeldToTheBatch) {
+  const std::vector<int32_t> tokens = {-5, 7};
+  const DeviceBytes device_tokens = DeviceCopy(tokens);
+  const DeviceBytes rows = DeviceCopy(std::vector<float>{1, 2, 3, 4});
+  const DeviceBytes weights = DeviceCopy(std::vector<float>{10, 100});
+  const DeviceBytes workspace(512);
+  CudaGroupedGemmParams params;
+  params.num_experts = 2;
+  params.max_rows_per_expert = 2;
+  params.expert_num_tokens = device_tokens.As<int32_t>();
+  params.rows = rows.data();
+  params.weights = weights.data();
+  params.rows_dtype = params.weight_dtype = params.output_dtype = DType::kFloat32;
+  params.n = params.k = 1;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(workspace.data());
+  params.workspace = workspace.data() + (256 - address % 256) % 256;
+  params.workspace_bytes = GroupedGemmWorkspaceBytes(2);
+  const DeviceBytes output = RunRepeatedly(4 * 4, 0, [&](std::byte* out) {
+    params.output = out;
+    return LaunchMaskedGroupedGemm(params, nullptr);
+  });
+  EXPECT_TRUE(output.IsPoison(0, 8));
+  EXPECT_EQ(output.As<float>()[2], 300);
+  EXPECT_EQ(output.As<float>()[3], 400);
+}
+
+TEST(GroupedGemmTest, ZeroRowsLaunchNothingAndMisfitsAreRefused) {
+  const int64_t launches = NumLaunches();
+  const DeviceBytes memory(1024);
+  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
+  const std::vector<int64_t> no_rows = {0, 0, 0};
+  const std::vector<int64_t> one_row = {0, 0, 1};
+  CudaGroupedGemmParams params;
+  params.num_experts = 2;
+  params.rows_dtype = params.weight_dtype = params.output_dtype = DType::kBFloat16;
+  params.n = params.k = 8;
+  EXPECT_EQ(LaunchGroupedGemm(params, nullptr), cudaErrorInvalidValue) << "whose rows?";
+  params.expert_offsets = no_rows.data();
+  EXPECT_EQ(LaunchGroupedGemm(params, nullptr), cudaSuccess);
+  EXPECT_EQ(LaunchMaskedGroupedGemm(params, nullptr), cudaErrorInvalidValue);
+  params.expert_offsets = one_row.data();
+  EXPECT_EQ(LaunchGroupedGemm(params, nullptr), cudaErrorInvalidValue) << "no memory";
+  params.rows = params.weights = params.output = memory.data();
+  params.workspace = memory.data() + (256 - address % 256) % 256;
+  EXPECT_EQ(LaunchGroupedGemm(params, nullptr), cudaErrorInvalidValue) << "no workspace";
+  params.workspace_bytes = GroupedGemmWorkspaceBytes(2);
+  params.workspace = static_cast<std::byte*>(params.workspace) + 8;
+  EXPECT_EQ(LaunchGroupedGemm(params, nullptr), cudaErrorMisalignedAddress);
+
+  const auto refused = [&](auto change) {
+    CudaGroupedGemmParams bad = params;
+    change(bad);
+    EXPECT_EQ(LaunchGroupedGemm(bad, nullptr), cudaErrorInvalidValue);
+  };
+  const std::vector<int64_t> descending = {0, 2, 1};
+  const std::vector<int64_t> too_many = {0, 0, int64_t{1} << 31};
+  const std::vector<int32_t> above_max = {0, 3};
+  refused([&](auto& bad) { bad.expert_offsets = descending.data(); });
+  refused([&](auto& bad) { bad.expert_offsets = too_many.data(); });
+  refused([&](auto& bad) { bad.max_rows_per_expert = 2; });
+  refused([&](auto& bad) {
+    bad.max_rows_per_expert = 2;
+    bad.expert_num_tokens = above_max.data();
+  });
+  refused([](auto& bad) { bad.rows_dtype = DType::kFloat8E4M3; });
+  refused([](auto& bad) { bad.weight_dtype = DType::kFloat8E4M3; });
+  refused([](auto& bad) { bad.rows_dtype = bad.weight_dtype = DType::kFloat8E4M3; });
+  refused([](auto& bad) { bad.output_dtype = DType::kInt8; });
+  refused([](auto& bad) { bad.n = 0; });
+  refused([](auto& bad) { bad.k = int64_t{1} << 31; });
+  refused([](auto& bad) { bad.num_experts = 0; });
+  EXPECT_EQ(NumLaunches(), launches);
+}
+
+}  // namespace
+}  // namespace expertmesh
