@@ -38,7 +38,11 @@
 namespace expertmesh {
 namespace {
 
-constexpr absl::Duration kTimeToSendAnswers = absl::Seconds(5);
+constexpr absl::Duration kMinTimeToSendAnswers = absl::Seconds(5);
+constexpr absl::Duration kTimeToEndRanks = absl::Seconds(5);
+// For connections without calls to see that they are to be closed. One whose client does not look
+// at it, as gRPC's blocking clients do not between calls, never does.
+constexpr absl::Duration kTimeToSayGoodbye = absl::Milliseconds(200);
 
 absl::Status LoadRouters(const std::vector<ServedModel>& models, RouterTable* routers) {
   for (const ServedModel& model : models) {
@@ -139,6 +143,8 @@ struct ControlPlane::Impl {
   void StopServing();
   // Blocking. How many calls had to be cut off.
   int64_t EndCalls(absl::Duration timeout);
+  // After EndCalls. Blocking.
+  void SendAnswersAndShutDown(absl::Time deadline);
   // For AdminService.
   absl::StatusOr<v1::DrainResponse> Drain(absl::Duration timeout);
   v1::GetStatusResponse Status() const;
@@ -163,6 +169,7 @@ struct ControlPlane::Impl {
   std::unique_ptr<StepController> controller;
   ServingState state;
   ForwardStreamSet streams;
+  OpenCalls open_calls;
   std::unique_ptr<grpc::Service> service;
   std::unique_ptr<grpc::Service> admin;
   std::string address;
@@ -279,6 +286,7 @@ absl::Status ControlPlane::Impl::Listen() {
   service_options.max_deadline = options.controller.max_deadline;
   service_options.max_step_tokens = options.controller.max_step_tokens;
   service_options.streams = &streams;
+  service_options.open_calls = &open_calls;
   service_options.max_unsent_answer_bytes = options.controller.limits.max_bytes_in_flight;
   for (const ServedModel& model : models) {
     v1::GetModelResponse description = DescribeModel(model.spec, validator->limits());
@@ -373,6 +381,16 @@ int64_t ControlPlane::Impl::EndCalls(absl::Duration timeout) {
     LogWarning("calls were cut off: the drain's time was over", {{"calls", num_cut_off}});
   }
   return num_cut_off;
+}
+
+void ControlPlane::Impl::SendAnswersAndShutDown(absl::Time deadline) {
+  streams.EndAll();
+  const int64_t num_open = open_calls.AwaitNone(deadline);
+  if (num_open > 0) {
+    LogWarning("answers were cut off: their clients do not read them", {{"calls", num_open}});
+  }
+  server->AwaitSent(deadline);
+  server->Shutdown(absl::Now() + kTimeToSayGoodbye);
 }
 
 absl::StatusOr<v1::DrainResponse> ControlPlane::Impl::Drain(absl::Duration timeout) {
@@ -481,13 +499,10 @@ void ControlPlane::WaitForStopAndDrain() {
   LogInfo("draining", {{"timeout", absl::FormatDuration(impl_->options.drain_timeout)},
                        {"delay", absl::FormatDuration(impl_->options.drain_delay)}});
   absl::SleepFor(impl_->options.drain_delay);
+  const absl::Time end = absl::Now() + impl_->options.drain_timeout;
   impl_->EndCalls(impl_->options.drain_timeout);
-  impl_->streams.EndAll();
-  const absl::Time sent_by = absl::Now() + kTimeToSendAnswers;
-  impl_->streams.AwaitEnd(sent_by);
-  impl_->server->AwaitSent(sent_by);
-  impl_->server->Shutdown(sent_by);
-  impl_->CloseRanks(absl::Now() + kTimeToSendAnswers);
+  impl_->SendAnswersAndShutDown(std::max(end, absl::Now() + kMinTimeToSendAnswers));
+  impl_->CloseRanks(absl::Now() + kTimeToEndRanks);
   LogInfo("stopped");
 }
 

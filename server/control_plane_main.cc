@@ -306,7 +306,7 @@ int Run(const std::vector<std::string>& args) {
 }  // namespace expertmesh
 
 int main(int argc, char** argv) {
-  expertmesh::TuneProcessForGrpc();
   expertmesh::StopSignals::Block();
+  expertmesh::TuneProcessForGrpc();
   return expertmesh::Run(std::vector<std::string>(argv + 1, argv + argc));
 }

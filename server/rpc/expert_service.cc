@@ -40,6 +40,7 @@ class ExpertServiceImpl final : public RawForward {
     forward_.explain_queue = &explain_queue_;
     forward_.unsent_answers = &unsent_answers_;
     forward_.unsent_stream_answers = &unsent_stream_answers_;
+    forward_.open_calls = options_.open_calls;
     for (v1::GetModelResponse& model : options_.models) {
       v1::Limits* limits = model.mutable_limits();
       limits->set_max_request_bytes(options_.max_message_bytes);

@@ -9,6 +9,7 @@
 #include "expertmesh/v1/expert_service.pb.h"
 #include "server/ops/server_metrics.h"
 #include "server/rpc/forward_stream_set.h"
+#include "server/rpc/open_calls.h"
 #include "server/rpc/serving_state.h"
 
 namespace grpc {
@@ -29,6 +30,7 @@ struct ExpertServiceOptions {
   std::vector<v1::GetModelResponse> models;
   int64_t max_step_tokens = 0;
   ForwardStreamSet* streams = nullptr;
+  OpenCalls* open_calls = nullptr;  // all but those that are answered at once
   // Of unary calls, whether their steps have not run yet or their clients have not read them.
   int64_t max_unsent_answer_bytes = int64_t{1} << 30;
 };

@@ -17,7 +17,14 @@ ExplainReactor::ExplainReactor(const ForwardEnvironment& environment,
       request_(request),
       response_(response),
       arrival_(absl::Now()),
-      deadline_(EffectiveDeadline(*context, arrival_, environment.max_deadline)) {}
+      deadline_(EffectiveDeadline(*context, arrival_, environment.max_deadline)) {
+  environment_.open_calls->Begin();
+}
+
+void ExplainReactor::OnDone() {
+  environment_.open_calls->End();
+  delete this;
+}
 
 void ExplainReactor::Start() {
   environment_.metrics->calls_in_flight[static_cast<int>(CallMethod::kExplain)].Add(1);

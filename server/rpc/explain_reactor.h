@@ -17,7 +17,7 @@ class ExplainReactor final : public grpc::ServerUnaryReactor {
                  grpc::ByteBuffer* request, grpc::ByteBuffer* response);
   void Start();
   void OnCancel() override;
-  void OnDone() override { delete this; }
+  void OnDone() override;
 
  private:
   absl::StatusOr<grpc::ByteBuffer> Explain(const ServingBackend& backend);

@@ -54,7 +54,9 @@ ForwardReactor::ForwardReactor(const ForwardEnvironment& environment,
       request_(request),
       response_(response),
       arrival_(absl::Now()),
-      deadline_(EffectiveDeadline(*context, arrival_, environment.max_deadline)) {}
+      deadline_(EffectiveDeadline(*context, arrival_, environment.max_deadline)) {
+  environment_.open_calls->Begin();
+}
 
 void ForwardReactor::Unref() {
   if (num_refs_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
@@ -199,6 +201,7 @@ void ForwardReactor::OnDone() {
   // The answer's slices hold the step's buffers.
   response_->Clear();
   Release();
+  environment_.open_calls->End();
   Unref();
 }
 

@@ -16,12 +16,13 @@
 #include "server/rpc/explain_queue.h"
 #include "server/rpc/forward_decoder.h"
 #include "server/rpc/forward_response.h"
+#include "server/rpc/open_calls.h"
 #include "server/rpc/serving_state.h"
 #include "server/rpc/unsent_answers.h"
 
 namespace expertmesh {
 
-// What all Forward calls share; outlives them.
+// What all Forward, ForwardStream and Explain calls share; outlives them.
 struct ForwardEnvironment {
   ServingState* state = nullptr;
   const ServerMetrics* metrics = nullptr;
@@ -32,6 +33,7 @@ struct ForwardEnvironment {
   UnsentAnswers* unsent_answers = nullptr;  // to unary calls
   // On streams, whose own budget lets every one of them hold an answer.
   UnsentAnswers* unsent_stream_answers = nullptr;
+  OpenCalls* open_calls = nullptr;
 };
 
 // The client's deadline, or the server's own where that is earlier or the client gave none.

@@ -70,6 +70,7 @@ ForwardStreamReactor* ForwardStreamReactor::Start(const ForwardEnvironment& envi
   auto reactor = std::shared_ptr<ForwardStreamReactor>(
       new ForwardStreamReactor(environment, streams, context));
   reactor->self_ = reactor;
+  environment.open_calls->Begin();
   streams->Add(reactor);
   reactor->Pump();
   return reactor.get();
@@ -187,6 +188,7 @@ void ForwardStreamReactor::OnCancel() {
 void ForwardStreamReactor::OnDone() {
   canceller_->Forget();
   streams_->Remove(this);
+  environment_.open_calls->End();
   // Whoever is about to leave Pump has a reference of its own.
   const std::shared_ptr<ForwardStreamReactor> self = std::move(self_);
 }

@@ -19,11 +19,6 @@ void ForwardStreamSet::EndAll() {
   for (const auto& stream : streams) stream->EndWhenAnswered();
 }
 
-void ForwardStreamSet::AwaitEnd(absl::Time deadline) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  emptied_.wait_until(lock, absl::ToChronoTime(deadline), [this] { return streams_.empty(); });
-}
-
 void ForwardStreamSet::Add(const std::shared_ptr<ForwardStreamReactor>& stream) {
   bool ending;
   {
@@ -37,7 +32,6 @@ void ForwardStreamSet::Add(const std::shared_ptr<ForwardStreamReactor>& stream) 
 void ForwardStreamSet::Remove(ForwardStreamReactor* stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   streams_.erase(stream);
-  if (streams_.empty()) emptied_.notify_all();
 }
 
 }  // namespace expertmesh

@@ -1,13 +1,11 @@
 #ifndef EXPERTMESH_SERVER_RPC_FORWARD_STREAM_SET_H_
 #define EXPERTMESH_SERVER_RPC_FORWARD_STREAM_SET_H_
 
-#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
 
-#include "absl/time/time.h"
 #include "server/rpc/forward_stream_state.h"
 
 namespace expertmesh {
@@ -33,9 +31,6 @@ class ForwardStreamSet {
   // and ends with UNAVAILABLE (DRAINING) once those in flight are answered. Does not block.
   void EndAll();
 
-  // Blocks until no stream is open, or `deadline`.
-  void AwaitEnd(absl::Time deadline);
-
   void Add(const std::shared_ptr<ForwardStreamReactor>& stream);
   void Remove(ForwardStreamReactor* stream);
 
@@ -43,7 +38,6 @@ class ForwardStreamSet {
   const ForwardStreamLimits limits_;
   ForwardStreamTotal total_;
   std::mutex mutex_;
-  std::condition_variable emptied_;
   bool ending_ = false;
   std::map<ForwardStreamReactor*, std::weak_ptr<ForwardStreamReactor>> streams_;
 };

@@ -1,6 +1,7 @@
 #include "server/rpc/grpc_server.h"
 
 #include <dirent.h>
+#include <grpc/grpc.h>
 #include <grpc/support/log.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/health_check_service_interface.h>
@@ -111,6 +112,9 @@ void TuneProcessForGrpc() {
   mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());
   mallopt(M_TOP_PAD, 64 << 20);
   gpr_set_log_function(LogOfGrpc);
+  // Never let go: once a write had to wait, one of gRPC's threads polls in turns of 10 s, and
+  // grpc_shutdown waits for it. Nothing is left for it to do when this process ends.
+  grpc_init();
 }
 
 struct GrpcServer::Impl {

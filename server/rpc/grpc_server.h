@@ -17,9 +17,9 @@ class Service;
 namespace expertmesh {
 
 // Settings of gRPC and of the allocator that must stand before gRPC's first use, so first thing in
-// main, before any thread: reads above 128 KB are ten times slower with gRPC's default, and fresh
-// pages cost more than the copy into them. GRPC_EXPERIMENTS in the environment
-// wins. Messages of gRPC itself go to the log.
+// main once signals are blocked (gRPC starts threads here): reads above 128 KB are ten times slower
+// with gRPC's default, and fresh pages cost more than the copy into them. GRPC_EXPERIMENTS in the
+// environment wins. Messages of gRPC itself go to the log.
 void TuneProcessForGrpc();
 
 struct GrpcServerOptions {

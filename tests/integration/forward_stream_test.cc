@@ -306,7 +306,6 @@ TEST_F(SlowStreamTest, DrainFinishesWhatIsInFlight) {
   const v1::ForwardStreamResponse answered = busy.Read();
   EXPECT_EQ(answered.stream_seq(), 1u);
   EXPECT_TRUE(answered.has_response()) << answered.error().ShortDebugString();
-  const absl::Time finished = absl::Now();
   // Neither half-closes; both are told why they end.
   for (PlainStream* stream : {&busy, &idle}) {
     const grpc::Status status = stream->AwaitEnd();
@@ -315,9 +314,8 @@ TEST_F(SlowStreamTest, DrainFinishesWhatIsInFlight) {
     EXPECT_TRUE(details.ParseFromString(status.error_details()));
     EXPECT_EQ(ReasonOf(details), "DRAINING");
   }
-  EXPECT_LT(absl::Now() - finished, absl::Seconds(4)) << "nothing was left to wait for";
-  // gRPC itself may take seconds to leave: for connections that nobody polls, or whose writes had
-  // to wait.
+  // Well within the drain's time: there is nothing left to wait for, though nobody looks at the
+  // connections any more.
   const auto exit = server->process().Wait(absl::Seconds(60));
   ASSERT_TRUE(exit.ok()) << exit.status();
   EXPECT_EQ(*exit, 0);

@@ -164,6 +164,7 @@ StreamServer::StreamServer(const StreamServerOptions& options)
   service_options.state = &state_;
   service_options.metrics = &metrics_;
   service_options.streams = &streams_;
+  service_options.open_calls = &open_calls_;
   service_ = NewExpertService(std::move(service_options));
   GrpcServerOptions server_options;
   server_options.listen = "127.0.0.1:0";

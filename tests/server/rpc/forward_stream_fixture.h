@@ -99,6 +99,7 @@ class StreamServer {
   ServingState& state() { return state_; }
   HeldController& controller() { return controller_; }
   ForwardStreamSet& streams() { return streams_; }
+  OpenCalls& open_calls() { return open_calls_; }
   HostBufferPool& pool() { return pool_; }
   GrpcServer& server() { return *server_; }
   // Blocks until every stream has ended here too, whatever its client knows already.
@@ -121,6 +122,7 @@ class StreamServer {
   const ServerMetrics metrics_;
   ServingState state_{int64_t{1} << 30};
   ForwardStreamSet streams_;
+  OpenCalls open_calls_;
   std::unique_ptr<grpc::Service> service_;
   std::unique_ptr<GrpcServer> server_;
 };
