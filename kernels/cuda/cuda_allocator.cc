@@ -126,7 +126,6 @@ void CudaAllocator::ReleaseCached() {
     released = std::exchange(state_->free_blocks, {});
     state_->usage.cached_bytes = 0;
   }
-  if (released.empty() || !UseCudaDevice(device_index_).ok()) return;
   for (const auto& [class_bytes, blocks] : released) {
     for (std::byte* block : blocks) FreeBlock(memory_, block);
   }

@@ -130,9 +130,11 @@ bool CudaStreamQueue::ThreadIsNeeded() const {
 }
 
 void CudaStreamQueue::WakeThread() {
-  if (!ThreadIsNeeded()) return;
+  // What waits for an event will need it.
+  const bool is_needed = ThreadIsNeeded();
+  if (!is_needed && pending_.empty()) return;
   if (!thread_.joinable()) thread_ = std::thread([this] { RunThread(); });
-  changed_.notify_all();
+  if (is_needed) changed_.notify_all();
 }
 
 void CudaStreamQueue::RunThread() {

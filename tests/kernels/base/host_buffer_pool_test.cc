@@ -1,14 +1,21 @@
 #include "kernels/base/host_buffer_pool.h"
 
 #include <cstring>
+#include <memory>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "tests/conformance/allocator_conformance.h"
 
 namespace expertmesh {
 namespace {
+
+INSTANTIATE_TEST_SUITE_P(HostBufferPool, AllocatorConformance,
+                         testing::Values(AllocatorKind{
+                             "HostBufferPool", [] { return std::make_unique<HostBufferPool>(); }}),
+                         [](const auto& test) { return test.param.name; });
 
 TEST(HostBufferPoolTest, GivesAlignedWritableMemoryOfEverySize) {
   HostBufferPool pool;

@@ -6,7 +6,10 @@
 #include <cstdlib>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
+
+#include "tests/kernels/cuda/emulated_cuda_runtime.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
@@ -246,6 +249,14 @@ cudaError_t Emulator::Run(const cudaLaunchConfig_t& config,
 void SetEmulatedOrder(uint64_t order) { TheEmulator().order = order; }
 void SetEmulatedGridLimit(unsigned limit) { TheEmulator().grid_limit = limit; }
 EmulationCounts EmulatedCounts() { return TheEmulator().counts; }
+
+cudaError_t LaunchEmulatedGrid(const cudaLaunchConfig_t& config,
+                               std::function<void()> kernel_thread) {
+  if (config.stream == nullptr) return RunEmulatedGrid(config, kernel_thread);
+  return EnqueueEmulatedWork(config.stream, [config, kernel_thread = std::move(kernel_thread)] {
+    return RunEmulatedGrid(config, kernel_thread);
+  });
+}
 
 cudaError_t RunEmulatedGrid(const cudaLaunchConfig_t& config,
                             const std::function<void()>& kernel_thread) {

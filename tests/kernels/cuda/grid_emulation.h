@@ -1,7 +1,8 @@
 // Runs CUDA kernels on the CPU: included before the first line of each .cu file that CMake hands to
 // the host compiler here (-include). Keywords vanish, indices and barriers come from
-// grid_emulation.cc, and cudaLaunchKernelEx runs the whole grid before it returns. One host thread
-// at a time. Device memory is host memory, so sanitizers see every access of a kernel.
+// grid_emulation.cc, and cudaLaunchKernelEx on the null stream runs the whole grid before it returns.
+// One host thread at a time. Memory that a kernel touches is the process's own, so sanitizers see
+// every access.
 #ifndef EXPERTMESH_TESTS_KERNELS_CUDA_GRID_EMULATION_H_
 #define EXPERTMESH_TESTS_KERNELS_CUDA_GRID_EMULATION_H_
 
@@ -40,12 +41,14 @@ EmulationCounts EmulatedCounts();
 // mask.
 cudaError_t RunEmulatedGrid(const cudaLaunchConfig_t& config,
                             const std::function<void()>& kernel_thread);
+// The same at once on the null stream, and in the order of any other (emulated_cuda_runtime.h).
+cudaError_t LaunchEmulatedGrid(const cudaLaunchConfig_t& config,
+                               std::function<void()> kernel_thread);
 
 template <class Params>
 cudaError_t EmulatedLaunch(const cudaLaunchConfig_t* config, void (*kernel)(Params),
                            const Params& params) {
-  const Params copy = params;
-  return RunEmulatedGrid(*config, [&copy, kernel] { kernel(copy); });
+  return LaunchEmulatedGrid(*config, [params, kernel] { kernel(params); });
 }
 
 void EmulatedBlockBarrier();

@@ -1,0 +1,63 @@
+#ifndef EXPERTMESH_TESTS_KERNELS_CUDA_EMULATED_CUDA_RUNTIME_H_
+#define EXPERTMESH_TESTS_KERNELS_CUDA_EMULATED_CUDA_RUNTIME_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+// emulated_cuda_runtime.cc defines CUDA's own functions (those that this project calls), so that
+// code over cuda_runtime_api.h runs unchanged in tests:
+//   memory    device memory faults (SIGSEGV) at every access but those of work that a stream runs;
+//             new memory is 0xff; each block ends at a guard page
+//   streams   work runs as late as it may: when somebody asks (cudaEventQuery, ...Synchronize,
+//             cudaFree), on that thread, and then a random stream's next piece, drawn by a seed. So
+//             what is missing a wait meets poison or old bytes
+//   kernels   run by the grid emulation (grid_emulation.h) where that is linked
+//   errors    injected by the functions below
+// Thread safe.
+namespace expertmesh {
+
+struct EmulatedCudaOptions {
+  int num_devices = 1;
+  int64_t memory_bytes = int64_t{1} << 30;  // of each device
+  int sm_count = 132;
+  uint64_t seed = 1;
+};
+
+// Starts from anew, with nothing broken. Aborts the test when streams, events or memory of before
+// are still there.
+void ResetEmulatedCuda(const EmulatedCudaOptions& options = {});
+
+// After `num_successes` more of them, the next call of this function ("cudaMalloc") fails so, once.
+// A sticky error breaks the device.
+void FailEmulatedCall(const std::string& function, cudaError_t error, int64_t num_successes = 0);
+// After `num_successes` more pieces of work the next one fails so and breaks the device: every
+// later call fails, as with a lost context.
+void FailEmulatedWork(cudaError_t error, int64_t num_successes = 0);
+// While the device hangs none of its work runs.
+void HangEmulatedDevice(bool hang);
+
+struct EmulatedCudaCounts {
+  int64_t streams = 0;  // alive
+  int64_t events = 0;
+  int64_t device_bytes = 0;
+  int64_t pinned_bytes = 0;
+  int64_t work_done = 0;  // since the reset
+  int64_t copies = 0;
+  int64_t launches = 0;
+};
+EmulatedCudaCounts CountEmulatedCuda();
+
+// Work of a test's own in a stream's order: `run` when `is_ready` (null: at once) first says so.
+// Neither may call CUDA.
+cudaError_t EnqueueEmulatedWork(cudaStream_t stream, std::function<cudaError_t()> run,
+                                std::function<bool()> is_ready = nullptr);
+
+// Runs `access` as a kernel would: with device memory open.
+void WithEmulatedMemory(const std::function<void()>& access);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_TESTS_KERNELS_CUDA_EMULATED_CUDA_RUNTIME_H_
