@@ -25,9 +25,6 @@ constexpr std::chrono::seconds kPatienceForReason{1};
 // farewell: this long for them to arrive, so that the others finish too.
 constexpr std::chrono::milliseconds kPatienceForLastBytes{100};
 
-// An operation's starter moves this much itself before it leaves the rest to the own thread.
-constexpr int kRoundsOfStarter = 1;
-
 }  // namespace
 
 TcpExchange::TcpExchange(int32_t ep_rank, std::vector<TcpPeerSockets> peers,
@@ -109,7 +106,7 @@ void TcpExchange::CloseOrder(int64_t order, int64_t num_operations) {
 void TcpExchange::Proceed() {
   if (current_ != nullptr || !broken_.ok()) return;
   BeginNext();
-  Advance(thread_.joinable() ? kRoundsOfStarter : std::numeric_limits<int>::max());
+  Advance();
   if (current_ != nullptr) WakeBy(deadline_);
   if (CanMove()) Wake();
 }
@@ -163,7 +160,7 @@ void TcpExchange::Run() {
     lock.lock();
     wake_at_ = Time::min();  // awake
     for (int i = 0; i < num_events; ++i) HandleSocket(events[i].data.u64, events[i].events);
-    Advance(std::numeric_limits<int>::max());
+    Advance();
     CheckTime();
     if (!signals_.empty()) {
       Signals signals = std::exchange(signals_, {});
@@ -287,8 +284,8 @@ void TcpExchange::BeginNext() {
 }
 
 // Gives every peer a turn after the other, as long as anything moves.
-void TcpExchange::Advance(int max_rounds) {
-  for (int round = 0; round < max_rounds; ++round) {
+void TcpExchange::Advance() {
+  while (true) {
     if (current_ == nullptr) BeginNext();
     bool moved = false;
     for (int32_t rank = 0; rank < ep_size(); ++rank) {

@@ -84,7 +84,7 @@ class TcpExchange {
   void BeginNext();
   // Moves on, on the caller's thread, if the next operation can begin.
   void Proceed();
-  void Advance(int max_rounds);
+  void Advance();
   bool CanMove() const;
   bool AdvanceLink(int32_t rank);
   void FinishIfComplete();

@@ -34,40 +34,57 @@ int Parts(TcpMessageHeader& header, int64_t header_bytes, Byte* payload, int64_t
   return num_parts;
 }
 
+// A small rest is worth no system call and no wake-up of the peer of its own.
+int64_t SliceEnd(int64_t begin, int64_t total) {
+  const int64_t end = begin + TcpLink::kSliceBytes;
+  return total - end < TcpLink::kSliceBytes / 4 ? total : end;
+}
+
 absl::Status Broken(const char* what) {
   return absl::UnavailableError(absl::StrCat("connection broke: ", what));
 }
 
 }  // namespace
 
+template <typename Byte>
+void TcpLink::Message<Byte>::Begin(Byte* bytes, int64_t size) {
+  payload = bytes;
+  payload_bytes = size;
+  moved = 0;
+  summed = 0;
+  checksum.Reset();
+  done = false;
+}
+
+template <typename Byte>
+void TcpLink::Message<Byte>::SumHeader() {
+  checksum.Update(reinterpret_cast<const std::byte*>(&header), kHeaderBytes);
+}
+
+template <typename Byte>
+void TcpLink::Message<Byte>::SumUpTo(int64_t end) {
+  if (end <= summed) return;
+  checksum.Update(payload + summed, end - summed);
+  summed = end;
+}
+
 void TcpLink::BeginSend(const TcpMessageHeader& header, const std::byte* payload,
                         int64_t payload_bytes) {
-  send_ = {};
+  send_.Begin(payload, payload_bytes);
   send_.header = header;
-  send_.payload = payload;
-  send_.payload_bytes = payload_bytes;
-  send_.done = false;
-  send_.checksum.Update(reinterpret_cast<const std::byte*>(&send_.header), kHeaderBytes);
+  send_.SumHeader();
 }
 
 void TcpLink::BeginReceive(std::byte* payload, int64_t payload_bytes) {
-  receive_ = {};
-  receive_.payload = payload;
-  receive_.payload_bytes = payload_bytes;
-  receive_.done = false;
+  receive_.Begin(payload, payload_bytes);
   header_checked_ = false;
 }
 
 absl::StatusOr<bool> TcpLink::Send() {
   if (send_.done) return false;
-  const int64_t limit = std::min(send_.total(), send_.moved + kSliceBytes);
+  const int64_t limit = SliceEnd(send_.moved, send_.total());
   const int64_t payload_end = std::clamp(limit - kHeaderBytes, int64_t{0}, send_.payload_bytes);
-  int64_t fresh = payload_end - send_.hashed;
-  if (payload_end < send_.payload_bytes) fresh -= fresh % PayloadChecksum::kBlockBytes;
-  if (fresh > 0) {
-    send_.checksum.Update(send_.payload + send_.hashed, fresh);
-    send_.hashed += fresh;
-  }
+  send_.SumUpTo(payload_end);
   if (payload_end == send_.payload_bytes) send_.trailer = send_.checksum.Finish();
   iovec parts[3];
   msghdr message = {};
@@ -102,7 +119,7 @@ void TcpLink::WaitForBytes() {
 
 absl::StatusOr<bool> TcpLink::Receive() {
   if (receive_.done || (header_received() && !header_checked_)) return false;
-  const int64_t limit = std::min(receive_.total(), receive_.moved + kSliceBytes);
+  const int64_t limit = SliceEnd(receive_.moved, receive_.total());
   iovec parts[3];
   msghdr message = {};
   message.msg_iov = parts;
@@ -123,17 +140,8 @@ absl::StatusOr<bool> TcpLink::Receive() {
   if (moved == 0) return Broken("closed by the peer");
   const bool had_header = header_received();
   receive_.moved += moved;
-  if (!had_header && header_received()) {
-    receive_.checksum.Update(reinterpret_cast<const std::byte*>(&receive_.header), kHeaderBytes);
-  }
-  const int64_t there =
-      std::clamp(receive_.moved - kHeaderBytes, int64_t{0}, receive_.payload_bytes);
-  int64_t fresh = there - receive_.hashed;
-  if (there < receive_.payload_bytes) fresh -= fresh % PayloadChecksum::kBlockBytes;
-  if (fresh > 0) {
-    receive_.checksum.Update(receive_.payload + receive_.hashed, fresh);
-    receive_.hashed += fresh;
-  }
+  if (!had_header && header_received()) receive_.SumHeader();
+  receive_.SumUpTo(std::clamp(receive_.moved - kHeaderBytes, int64_t{0}, receive_.payload_bytes));
   receive_.done = receive_.moved == receive_.total();
   if (receive_.done) WaitForBytes();
   return true;

@@ -16,7 +16,7 @@ namespace expertmesh {
 // compute it while the payload passes through its cache. Both together are 64 bytes in the
 // payload's own message. Little-endian, as every machine this runs on.
 struct TcpMessageHeader {
-  static constexpr uint32_t kMagic = 0x31584d45;  // "EMX1"
+  static constexpr uint32_t kMagic = 0x32584d45;  // "EMX2"
 
   uint32_t magic = kMagic;
   uint32_t operation = 0;
@@ -33,8 +33,9 @@ static_assert(sizeof(TcpMessageHeader) == 56);
 // thread safe.
 class TcpLink {
  public:
-  // Bytes that one call of Send or Receive moves at most: so that no peer keeps the others waiting,
-  // and what is summed is still in the cache when it is moved, or the other way round.
+  // Bytes that one call of Send or Receive moves, give or take a quarter: so that no peer keeps the
+  // others waiting, and what is summed is still in the cache when it is moved, or the other way
+  // round.
   static constexpr int64_t kSliceBytes = int64_t{512} << 10;
 
   // Takes over a connected, non-blocking socket.
@@ -76,10 +77,14 @@ class TcpLink {
     int64_t payload_bytes = 0;
     uint64_t trailer = 0;
     int64_t moved = 0;   // of header, payload and trailer together
-    int64_t hashed = 0;  // of the payload
+    int64_t summed = 0;  // of the payload
     PayloadChecksum checksum;
     bool done = true;
 
+    void Begin(Byte* bytes, int64_t size);
+    void SumHeader();
+    // Of the payload, all before `end`.
+    void SumUpTo(int64_t end);
     int64_t total() const { return kHeaderBytes + payload_bytes + kTrailerBytes; }
   };
 

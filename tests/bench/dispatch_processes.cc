@@ -12,6 +12,7 @@
 
 #include <condition_variable>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -190,54 +191,51 @@ absl::StatusOr<std::unique_ptr<Communicator>> Connect(int rank, Pipe& pipe) {
   return NewTcpCommunicator(params);
 }
 
-void ExchangeAsRank(int rank, int fd) {
+constexpr size_t kExchangeBytes[] = {size_t{16} << 10, size_t{256} << 10, size_t{1} << 20,
+                                     size_t{8} << 20};
+
+// The time of AllToAllV over that of a bare exchange, by size, of all rounds.
+struct ExchangeRatios {
+  std::vector<double> to_thread[std::size(kExchangeBytes)];  // by a thread of its own
+  std::vector<double> to_caller[std::size(kExchangeBytes)];  // by the caller itself
+};
+
+void ExchangeAsRank(int rank, int fd, ExchangeRatios& ratios) {
   Pipe pipe(fd);
   const int bare = ConnectTcp(rank, pipe);
   auto communicator = Connect(rank, pipe);
   Require(communicator.status());
   const std::unique_ptr<Stream> stream = NewInlineHostStream();
-  const std::vector<size_t> sizes = {size_t{16} << 10, size_t{256} << 10, size_t{1} << 20,
-                                     size_t{8} << 20};
-  std::vector<std::byte> send(sizes.back(), std::byte{1});
-  std::vector<std::byte> receive(sizes.back(), std::byte{2});
+  std::vector<std::byte> send(*std::rbegin(kExchangeBytes), std::byte{1});
+  std::vector<std::byte> receive(send.size(), std::byte{2});
   uint64_t step = 0;
   Mover mover([&](size_t num_bytes) { SwapBare(bare, send, receive, num_bytes); });
-  for (const size_t size : sizes) {
-    std::vector<double> ratios;
-    std::vector<double> alone_ratios;
-    for (int round = 0; round < 61; ++round) {
-      const int repeats = size > (1 << 20) ? 4 : 20;
+  for (size_t i = 0; i < std::size(kExchangeBytes); ++i) {
+    const size_t size = kExchangeBytes[i];
+    const int repeats = size > (1 << 20) ? 4 : 20;
+    const auto seconds_of = [&](const std::function<void()>& exchange) {
       pipe.Meet();
-      const double alone_seconds = Seconds([&] {
-        for (int i = 0; i < repeats; ++i) SwapBare(bare, send, receive, size);
+      return Seconds([&] {
+        for (int repeat = 0; repeat < repeats; ++repeat) exchange();
       });
-      pipe.Meet();
-      const double bare_seconds = Seconds([&] {
-        for (int i = 0; i < repeats; ++i) mover.Run(size);
+    };
+    for (int round = 0; round < 15; ++round) {
+      const double by_caller = seconds_of([&] { SwapBare(bare, send, receive, size); });
+      const double by_thread = seconds_of([&] { mover.Run(size); });
+      const double ours = seconds_of([&] {
+        std::vector<int64_t> counts(2, static_cast<int64_t>(size));
+        counts[rank] = 0;
+        AllToAllVParams params;
+        params.tag.step = ++step;
+        params.send = send.data();
+        params.send_bytes = counts;
+        params.receive = receive.data();
+        params.receive_bytes = counts;
+        Require((*communicator)->AllToAllV(params, *stream));
+        Require(stream->Wait(absl::InfiniteFuture()));
       });
-      pipe.Meet();
-      const double our_seconds = Seconds([&] {
-        for (int i = 0; i < repeats; ++i) {
-          std::vector<int64_t> counts(2, static_cast<int64_t>(size));
-          counts[rank] = 0;
-          AllToAllVParams params;
-          params.tag.step = ++step;
-          params.send = send.data();
-          params.send_bytes = counts;
-          params.receive = receive.data();
-          params.receive_bytes = counts;
-          Require((*communicator)->AllToAllV(params, *stream));
-          Require(stream->Wait(absl::InfiniteFuture()));
-        }
-      });
-      ratios.push_back(our_seconds / bare_seconds);
-      alone_ratios.push_back(our_seconds / alone_seconds);
-    }
-    if (rank == 0) {
-      PrintAtMost(absl::StrCat("AllToAllV against a bare exchange, ", size >> 10, " KiB each way"),
-                  Median(ratios), "x", 1.15);
-      std::printf("%-66s %10.3f x\n", "  and one that nobody can work beside, by the caller itself",
-                  Median(alone_ratios));
+      ratios.to_thread[i].push_back(ours / by_thread);
+      ratios.to_caller[i].push_back(ours / by_caller);
     }
   }
   pipe.Meet();
@@ -343,11 +341,28 @@ void RunRank(int rank, int ep_size, int num_threads, int to_parent, int to_peer)
 }  // namespace
 
 void BenchExchange() {
-  std::vector<pid_t> children;
-  const int fd = Fork([](int child_fd) { ExchangeAsRank(1, child_fd); }, children);
-  ExchangeAsRank(0, fd);
-  close(fd);
-  Join(children);
+  // Where a pair of processes and its sockets' pages come to lie makes a factor of two, either way:
+  // several pairs.
+  ExchangeRatios ratios;
+  for (int pair = 0; pair < 9; ++pair) {
+    std::vector<pid_t> children;
+    const int fd = Fork(
+        [](int child_fd) {
+          ExchangeRatios unused;
+          ExchangeAsRank(1, child_fd, unused);
+        },
+        children);
+    ExchangeAsRank(0, fd, ratios);
+    close(fd);
+    Join(children);
+  }
+  for (size_t i = 0; i < std::size(kExchangeBytes); ++i) {
+    PrintAtMost(absl::StrCat("AllToAllV against a bare exchange, ", kExchangeBytes[i] >> 10,
+                             " KiB each way"),
+                Median(ratios.to_thread[i]), "x", 1.15);
+    std::printf("%-66s %10.3f x\n", "  and one that nobody can work beside, by the caller itself",
+                Median(ratios.to_caller[i]));
+  }
 }
 
 void BenchRankProcesses() {

@@ -22,6 +22,9 @@ std::vector<std::byte> RandomBytes(size_t size, uint64_t seed) {
   return bytes;
 }
 
+// Ranks may have been built on different systems.
+TEST(PayloadChecksumTest, IsXxh3) { EXPECT_EQ(Checksum({}), 0x2d06800538d394c2u); }
+
 TEST(PayloadChecksumTest, EveryFlippedBitCounts) {
   for (const size_t size : {1, 7, 8, 63, 64, 65, 200, 1000}) {
     std::vector<std::byte> bytes = RandomBytes(size, size);
@@ -34,19 +37,19 @@ TEST(PayloadChecksumTest, EveryFlippedBitCounts) {
   }
 }
 
-TEST(PayloadChecksumTest, PiecesOfWholeBlocksDoNotMatter) {
+TEST(PayloadChecksumTest, CutsDoNotMatter) {
   const uint64_t seed = 5;
   std::mt19937_64 random(seed);
+  PayloadChecksum checksum;
   for (int round = 0; round < 200; ++round) {
-    const std::vector<std::byte> bytes = RandomBytes(random() % 2000, round);
-    PayloadChecksum checksum;
+    const std::vector<std::byte> bytes = RandomBytes(random() % 2000, static_cast<uint64_t>(round));
+    checksum.Reset();
     size_t begin = 0;
-    while (bytes.size() - begin > 64) {
-      const size_t size = std::min((random() % 5) * 64, (bytes.size() - begin) / 64 * 64);
+    while (begin < bytes.size()) {
+      const size_t size = std::min<size_t>(random() % 400, bytes.size() - begin);
       checksum.Update(bytes.data() + begin, static_cast<int64_t>(size));
       begin += size;
     }
-    checksum.Update(bytes.data() + begin, static_cast<int64_t>(bytes.size() - begin));
     EXPECT_EQ(checksum.Finish(), Checksum(bytes)) << "seed " << seed << " round " << round;
   }
 }
@@ -58,12 +61,6 @@ TEST(PayloadChecksumTest, LengthAndOrderCount) {
   const uint64_t before = Checksum(bytes);
   std::swap_ranges(bytes.begin(), bytes.begin() + 64, bytes.begin() + 64);
   EXPECT_NE(Checksum(bytes), before);
-  // The top bits of two words of one lane.
-  bytes = RandomBytes(256, 2);
-  const uint64_t plain = Checksum(bytes);
-  bytes[7] ^= std::byte{0x80};
-  bytes[71] ^= std::byte{0x80};
-  EXPECT_NE(Checksum(bytes), plain);
 }
 
 }  // namespace
