@@ -1,10 +1,9 @@
-#include <unistd.h>
+#include <signal.h>
+#include <time.h>
 
 #include <algorithm>
 #include <cstdio>
-#include <map>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <string>
 #include <variant>
 #include <vector>
@@ -17,9 +16,11 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/time.h"
 #include "client/cli/bench_load.h"
+#include "client/cli/bench_report.h"
 #include "client/cli/bench_run.h"
 #include "client/cli/command.h"
 #include "client/cli/connection_flags.h"
+#include "client/cli/flag_error.h"
 #include "client/cli/json_output.h"
 #include "client/cli/reference_check.h"
 #include "client/cli/wire_dtype.h"
@@ -36,8 +37,10 @@ ABSL_FLAG(std::vector<std::string>, layers, {},
 ABSL_FLAG(std::string, skew, "uniform", "bench: how experts are drawn: uniform, zipf or one_hot");
 ABSL_FLAG(int, concurrency, 8, "bench: calls in flight (closed loop)");
 ABSL_FLAG(double, rate, 0, "bench: calls per second at random moments (open loop); 0: closed loop");
-ABSL_FLAG(absl::Duration, warmup, absl::Seconds(2), "bench: time before measuring");
-ABSL_FLAG(absl::Duration, duration, absl::Seconds(10), "bench: time of measuring");
+ABSL_FLAG(absl::Duration, warmup, absl::Seconds(2),
+          "bench: time before measuring, e.g. 500ms or 2s");
+ABSL_FLAG(absl::Duration, duration, absl::Seconds(10),
+          "bench: time of measuring, e.g. 500ms, 10s or 2m");
 ABSL_FLAG(int, requests, 64, "bench: different requests, used again and again");
 ABSL_FLAG(int, samples, 16, "bench: answers to verify");
 
@@ -48,28 +51,16 @@ namespace {
 // longer than measuring.
 constexpr int kMaxConcurrency = 16384;
 
-// What became of the answers that were kept.
-struct Verification {
-  int num_same = 0;  // the bytes that the same request gets when it is alone
-  int num_different = 0;
-  int num_not_comparable = 0;  // another placement or instruction set served it alone
-  int num_right = 0;           // --check: agree with the checkpoint
-  int num_wrong = 0;
-  double max_error = 0;
-
-  bool ok() const { return num_different == 0 && num_wrong == 0; }
-};
-
 bool SameServer(const v1::ServedBy& a, const v1::ServedBy& b) {
   return a.fingerprint() == b.fingerprint() &&
          a.placement_fingerprint() == b.placement_fingerprint() &&
          a.instruction_set() == b.instruction_set();
 }
 
-absl::StatusOr<Verification> Verify(ExpertClient& client,
-                                    const std::vector<std::unique_ptr<ForwardJob>>& load,
-                                    const std::vector<BenchSample>& samples) {
-  Verification result;
+absl::StatusOr<BenchVerification> Verify(ExpertClient& client,
+                                         const std::vector<std::unique_ptr<ForwardJob>>& load,
+                                         const std::vector<BenchSample>& samples) {
+  BenchVerification result;
   std::unique_ptr<CheckpointWeightSource> weights;
   if (const std::string directory = absl::GetFlag(FLAGS_check); !directory.empty()) {
     auto opened = CheckpointWeightSource::Open(directory);
@@ -95,23 +86,28 @@ absl::StatusOr<Verification> Verify(ExpertClient& client,
   return result;
 }
 
-std::string Rates(const BenchSummary& summary) {
-  const double seconds = summary.seconds > 0 ? summary.seconds : 1;
-  return absl::StrFormat("%.0f calls/s  %.0f tokens/s  p50 %d  p95 %d  p99 %d us",
-                         static_cast<double>(summary.num_ok) / seconds,
-                         static_cast<double>(summary.num_tokens) / seconds, summary.p50_micros,
-                         summary.p95_micros, summary.p99_micros);
-}
+// The first Ctrl-C ends the measuring early, so that what was seen is told; another one ends the
+// program.
+class CtrlC {
+ public:
+  // Blocked in threads that are made while this one blocks it, which is how it comes to Sleep.
+  CtrlC() {
+    sigemptyset(&signal_);
+    sigaddset(&signal_, SIGINT);
+  }
+  void Block() { pthread_sigmask(SIG_BLOCK, &signal_, nullptr); }
+  void Unblock() { pthread_sigmask(SIG_UNBLOCK, &signal_, nullptr); }
+  // True: it came within `duration`, and is unblocked.
+  bool Sleep(absl::Duration duration) {
+    const timespec time = absl::ToTimespec(std::max(duration, absl::ZeroDuration()));
+    if (sigtimedwait(&signal_, nullptr, &time) != SIGINT) return false;
+    Unblock();
+    return true;
+  }
 
-void ShowProgress(double seconds, const BenchSummary& summary, int64_t in_flight) {
-  if (isatty(STDERR_FILENO) == 0) return;
-  const std::string phase = seconds < 0 ? absl::StrFormat("warming up %.1f s", -seconds)
-                                        : absl::StrFormat("measuring %.1f s", seconds);
-  fprintf(stderr, "\r\033[K  %s  %s  errors %lld  in flight %lld", phase.c_str(),
-          Rates(summary).c_str(), static_cast<long long>(summary.num_errors()),
-          static_cast<long long>(in_flight));
-  fflush(stderr);
-}
+ private:
+  sigset_t signal_;
+};
 
 std::string Shape(const v1::GetModelResponse& model, const BenchLoadOptions& load,
                   const BenchRunOptions& run) {
@@ -123,119 +119,19 @@ std::string Shape(const v1::GetModelResponse& model, const BenchLoadOptions& loa
                          std::string(DTypeName(load.dtype)), absl::GetFlag(FLAGS_skew), loop);
 }
 
-std::string CountsByCode(const std::map<std::string, int64_t>& counts) {
-  std::string text = counts.empty() ? "none" : "";
-  for (const auto& [code, count] : counts) {
-    absl::StrAppend(&text, text.empty() ? "" : ", ", code, " ", count);
-  }
-  return text;
+absl::Status AtLeast(const char* flag, double value, double least) {
+  if (value >= least) return absl::OkStatus();
+  return FlagError(
+      absl::StrCat("--", flag, " is ", value, "; it takes a number from ", least, " on"));
 }
 
-void PrintVerification(const Verification& verification) {
-  const int num_samples =
-      verification.num_same + verification.num_different + verification.num_not_comparable;
-  if (num_samples == 0) {
-    puts("  verified      nothing: no answer was kept");
-    return;
-  }
-  printf(
-      "  verified      %d of %d answers have the bytes of the same request alone%s\n",
-      verification.num_same, num_samples,
-      verification.num_not_comparable > 0 ? " (the others were served by another placement)" : "");
-  if (verification.num_right + verification.num_wrong > 0) {
-    printf("                %d of %d agree with the checkpoint, max error %.2e\n",
-           verification.num_right, verification.num_right + verification.num_wrong,
-           verification.max_error);
-  }
-}
-
-void PrintText(const BenchResult& result, const absl::StatusOr<Verification>& verification) {
-  const BenchSummary& summary = result.summary;
-  const double seconds = summary.seconds > 0 ? summary.seconds : 1;
-  printf("  measured      %.1f s, %lld calls answered\n", summary.seconds,
-         static_cast<long long>(summary.num_ok));
-  printf("  throughput    %.1f calls/s, %.1f tokens/s\n",
-         static_cast<double>(summary.num_ok) / seconds,
-         static_cast<double>(summary.num_tokens) / seconds);
-  printf("  latency us    p50 %lld, p95 %lld, p99 %lld, max %lld (inside the server: mean %.0f)\n",
-         static_cast<long long>(summary.p50_micros), static_cast<long long>(summary.p95_micros),
-         static_cast<long long>(summary.p99_micros), static_cast<long long>(summary.max_micros),
-         summary.mean_server_micros);
-  printf("  errors        %s\n", CountsByCode(summary.errors_by_code).c_str());
-  if (!summary.first_error.ok()) {
-    printf("                the first: %s\n", std::string(summary.first_error.message()).c_str());
-  }
-  // A few at the end are a closed loop's nature.
-  if (result.num_unfinished > summary.num_ok / 100 ||
-      result.oldest_unfinished_micros > summary.max_micros ||
-      !result.unfinished_errors_by_code.empty()) {
-    printf(
-        "  unfinished    %lld calls were in flight at the end and are in no figure above, the "
-        "oldest waiting for %.1f s; errors among them: %s\n",
-        static_cast<long long>(result.num_unfinished),
-        static_cast<double>(result.oldest_unfinished_micros) * 1e-6,
-        CountsByCode(result.unfinished_errors_by_code).c_str());
-  }
-  if (result.num_not_sent > 0) {
-    printf(
-        "  not sent      %lld calls: too many were in flight; the server is slower than the rate "
-        "asked for\n",
-        static_cast<long long>(result.num_not_sent));
-  }
-  if (verification.ok()) {
-    PrintVerification(*verification);
-  } else {
-    printf("  verified      nothing: the server answers no more\n");
-  }
-}
-
-nlohmann::ordered_json VerificationJson(const absl::StatusOr<Verification>& verification) {
-  if (!verification.ok()) return nullptr;
-  return {{"same_bytes", verification->num_same},
-          {"different_bytes", verification->num_different},
-          {"not_comparable", verification->num_not_comparable},
-          {"agree_with_checkpoint", verification->num_right},
-          {"disagree_with_checkpoint", verification->num_wrong}};
-}
-
-void PrintBenchJson(const v1::GetModelResponse& model, const BenchLoadOptions& load,
-                    const BenchRunOptions& run, const BenchResult& result,
-                    const absl::StatusOr<Verification>& verification) {
-  const BenchSummary& summary = result.summary;
-  const double seconds = summary.seconds > 0 ? summary.seconds : 1;
-  const nlohmann::ordered_json json = {
-      {"model", model.model()},
-      {"tokens_per_call", load.tokens_per_call},
-      {"hidden_size", model.hidden_size()},
-      {"dtype", std::string(DTypeName(load.dtype))},
-      {"skew", absl::GetFlag(FLAGS_skew)},
-      {"concurrency", run.rate > 0 ? 0 : run.concurrency},
-      {"rate", run.rate},
-      {"seconds", summary.seconds},
-      {"calls_ok", summary.num_ok},
-      {"calls_per_second", static_cast<double>(summary.num_ok) / seconds},
-      {"tokens_per_second", static_cast<double>(summary.num_tokens) / seconds},
-      {"latency_micros",
-       {{"p50", summary.p50_micros},
-        {"p95", summary.p95_micros},
-        {"p99", summary.p99_micros},
-        {"max", summary.max_micros}}},
-      {"mean_server_micros", summary.mean_server_micros},
-      {"errors", summary.errors_by_code},
-      {"calls_not_sent", result.num_not_sent},
-      {"calls_unfinished", result.num_unfinished},
-      {"oldest_unfinished_micros", result.oldest_unfinished_micros},
-      {"errors_of_unfinished", result.unfinished_errors_by_code},
-      {"verified", VerificationJson(verification)}};
-  printf("%s\n", json.dump(2).c_str());
-}
-
-absl::Status ReadFlags(const v1::GetModelResponse& model, BenchLoadOptions& load,
-                       BenchRunOptions& run) {
+// load.dtype stays kInvalid where it is to be the model's own.
+absl::Status ReadFlags(BenchLoadOptions& load, BenchRunOptions& run) {
   for (const std::string& layer : absl::GetFlag(FLAGS_layers)) {
     int32_t index = 0;
     if (!absl::SimpleAtoi(layer, &index)) {
-      return absl::InvalidArgumentError(absl::StrCat("--layers: '", layer, "' is no number"));
+      return FlagError(
+          absl::StrCat("--layers: '", layer, "' is no number; it takes numbers by commas: 0,1,2"));
     }
     load.layers.push_back(index);
   }
@@ -244,11 +140,10 @@ absl::Status ReadFlags(const v1::GetModelResponse& model, BenchLoadOptions& load
   load.seed = absl::GetFlag(FLAGS_seed);
   load.num_requests = absl::GetFlag(FLAGS_requests);
   const std::string dtype = absl::GetFlag(FLAGS_dtype);
-  load.dtype = dtype.empty() ? MemoryDType(model.activation_dtype())
-                             : DTypeFromName(dtype).value_or(DType::kInvalid);
-  if (!IsActivationDType(load.dtype)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--dtype=", dtype, "; known: float32, float16, bfloat16"));
+  load.dtype = DTypeFromName(dtype).value_or(DType::kInvalid);
+  if (!dtype.empty() && !IsActivationDType(load.dtype)) {
+    return FlagError(
+        absl::StrCat("--dtype is '", dtype, "'; it takes float32, float16 or bfloat16"));
   }
   const absl::StatusOr<RoutingSkew> skew = RoutingSkewFromName(absl::GetFlag(FLAGS_skew));
   if (!skew.ok()) return skew.status();
@@ -260,17 +155,22 @@ absl::Status ReadFlags(const v1::GetModelResponse& model, BenchLoadOptions& load
   run.call = CallOptionsFromFlags();
   run.num_samples = absl::GetFlag(FLAGS_samples);
   run.seed = load.seed;
-  if (run.num_samples < 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--samples=", run.num_samples, "; it must be at least 0"));
-  }
+  absl::Status status = AtLeast("tokens", static_cast<double>(load.tokens_per_call), 1);
+  status.Update(AtLeast("requests", load.num_requests, 1));
+  status.Update(AtLeast("topk", load.topk, 0));
+  status.Update(AtLeast("samples", run.num_samples, 0));
+  status.Update(AtLeast("concurrency", run.concurrency, 1));
+  status.Update(AtLeast("rate", run.rate, 0));
+  if (!status.ok()) return status;
   if (run.concurrency > kMaxConcurrency) {
-    return absl::InvalidArgumentError(absl::StrCat("--concurrency=", run.concurrency, "; at most ",
-                                                   kMaxConcurrency, " calls in flight"));
+    return FlagError(absl::StrCat("--concurrency is ", run.concurrency, "; at most ",
+                                  kMaxConcurrency, " calls in flight"));
   }
-  if (run.concurrency < 1 || run.rate < 0 || run.duration <= absl::ZeroDuration()) {
-    return absl::InvalidArgumentError(
-        "--concurrency must be at least 1, --rate at least 0, --duration above 0");
+  if (run.duration <= absl::ZeroDuration() || run.duration == absl::InfiniteDuration() ||
+      run.warmup < absl::ZeroDuration() || run.warmup == absl::InfiniteDuration()) {
+    return FlagError(absl::StrCat("--duration is ", absl::FormatDuration(run.duration),
+                                  ", --warmup ", absl::FormatDuration(run.warmup),
+                                  "; they take times such as 10s, --duration above 0"));
   }
   return absl::OkStatus();
 }
@@ -289,32 +189,49 @@ absl::Status NothingAnswered(const BenchResult& result) {
 }
 
 absl::Status Run() {
+  BenchLoadOptions load_options;
+  BenchRunOptions run_options;
+  if (absl::Status status = ReadFlags(load_options, run_options); !status.ok()) return status;
+  CtrlC ctrl_c;
+  ctrl_c.Block();
   absl::StatusOr<std::unique_ptr<ExpertClient>> client = ClientFromFlags();
+  ctrl_c.Unblock();
   if (!client.ok()) return client.status();
   const absl::StatusOr<v1::GetModelResponse> model =
       (*client)->GetModel(absl::GetFlag(FLAGS_model), CallOptionsFromFlags());
   if (!model.ok()) return model.status();
-  BenchLoadOptions load_options;
-  BenchRunOptions run_options;
-  if (absl::Status status = ReadFlags(*model, load_options, run_options); !status.ok())
-    return status;
+  if (load_options.dtype == DType::kInvalid) {
+    load_options.dtype = MemoryDType(model->activation_dtype());
+  }
+  if (!IsActivationDType(load_options.dtype)) {
+    return absl::InvalidArgumentError(
+        "this client cannot draw rows of the model's own activation dtype; name one with --dtype");
+  }
   const auto load = MakeBenchLoad(*model, load_options);
   if (!load.ok()) return load.status();
   if (!JsonWanted()) {
     printf("%s\n", Shape(*model, load_options, run_options).c_str());
     fflush(stdout);
   }
-  const BenchResult result = RunBench(**client, *load, run_options, ShowProgress);
-  if (isatty(STDERR_FILENO) != 0) fputs("\r\033[K", stderr);
-  const absl::StatusOr<Verification> verification = Verify(**client, *load, result.samples);
+  BenchReport report{model->model(), model->hidden_size(), absl::GetFlag(FLAGS_skew), load_options,
+                     run_options};
+  BenchProgressLine line(run_options.call.timeout);
+  ctrl_c.Block();
+  report.result = RunBench(
+      **client, *load, run_options, [&](const BenchProgress& progress) { line.Show(progress); },
+      [&](absl::Duration duration) { return ctrl_c.Sleep(duration); });
+  ctrl_c.Unblock();
+  line.Draw(absl::StrCat("verifying ", report.result.samples.size(), " answers"));
+  report.verification = Verify(**client, *load, report.result.samples);
+  line.Erase();
   if (JsonWanted()) {
-    PrintBenchJson(*model, load_options, run_options, result, verification);
+    PrintBenchJson(report);
   } else {
-    PrintText(result, verification);
+    PrintBenchText(report);
   }
-  if (result.summary.num_ok == 0) return NothingAnswered(result);
-  if (!verification.ok()) return verification.status();
-  if (!verification->ok())
+  if (report.result.summary.num_ok == 0) return NothingAnswered(report.result);
+  if (!report.verification.ok()) return report.verification.status();
+  if (!report.verification->ok())
     return absl::DataLossError("answers under load differ from what they should be");
   return absl::OkStatus();
 }
@@ -328,16 +245,21 @@ const Command kBenchCommand = {
     "  --tokens=N --layers=0,1,... --dtype=T --topk=N --skew=uniform|zipf|one_hot --seed=N "
     "--requests=N\n\n"
     "How:\n"
-    "  --concurrency=N            calls in flight; each answer starts the next (closed loop)\n"
+    "  --concurrency=N            calls in flight; each answer starts the next, an error after a "
+    "pause\n"
     "  --rate=R                   R calls a second at random moments (open loop); latency counts "
     "from when a\n"
     "                             call was due\n"
-    "  --warmup=2s --duration=10s --timeout=30s --max_attempts=1\n\n"
+    "  --warmup=2s --duration=10s\n"
+    "  --max_attempts=N           1 counts each refusal as an error; above it (4 by default) calls "
+    "are\n"
+    "                             retried as clients do, and that is part of their latency\n"
+    "  Ctrl-C ends the measuring early and tells what was seen\n\n"
     "What is verified, after the run:\n"
     "  --samples=N   answers that must have the bytes of the same request alone\n"
     "  --check=DIR   they must also agree with a float64 evaluation of the checkpoint in DIR\n\n"
     "  --json        as JSON\n\n"
     "  expertmesh bench --tokens=16 --concurrency=32 --duration=5s\n",
-    Run};
+    "bench_command.cc json_output.cc connection_flags.cc model dtype check tokens topk seed", Run};
 
 }  // namespace expertmesh

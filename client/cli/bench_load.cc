@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "client/cli/flag_error.h"
 #include "client/cli/wire_dtype.h"
 #include "kernels/base/checked_math.h"
 
@@ -41,8 +42,7 @@ absl::StatusOr<RoutingSkew> RoutingSkewFromName(absl::string_view name) {
   if (name == "uniform") return RoutingSkew::kUniform;
   if (name == "zipf") return RoutingSkew::kZipf;
   if (name == "one_hot") return RoutingSkew::kOneHot;
-  return absl::InvalidArgumentError(
-      absl::StrCat("--skew=", name, "; known: uniform, zipf, one_hot"));
+  return FlagError(absl::StrCat("--skew is '", name, "'; it takes uniform, zipf or one_hot"));
 }
 
 ExpertDrawer::ExpertDrawer(int32_t num_experts, RoutingSkew skew, uint64_t seed)
@@ -78,9 +78,8 @@ absl::StatusOr<std::vector<std::unique_ptr<ForwardJob>>> MakeBenchLoad(
   const auto size_bytes =
       CheckedSizeProduct({options.tokens_per_call, hidden_size, DTypeBytes(options.dtype)});
   if (options.tokens_per_call < 1 || options.num_requests < 1 || !size_bytes.has_value()) {
-    return absl::InvalidArgumentError(absl::StrCat("--tokens=", options.tokens_per_call,
-                                                   " and --requests=", options.num_requests,
-                                                   " must be at least 1"));
+    return FlagError(absl::StrCat("--tokens=", options.tokens_per_call,
+                                  " and --requests=", options.num_requests, " must be at least 1"));
   }
   std::mt19937_64 random(options.seed);
   std::normal_distribution<float> normal;

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <map>
 #include <mutex>
-#include <optional>
 #include <random>
 #include <set>
 #include <thread>
@@ -15,41 +15,49 @@ namespace expertmesh {
 namespace {
 
 constexpr absl::Duration kProgressInterval = absl::Milliseconds(500);
+// Of a closed loop's slot, after an error.
+constexpr absl::Duration kFirstPause = absl::Milliseconds(20);
+constexpr absl::Duration kLongestPause = absl::Seconds(1);
 
 // Sends requests and books their answers; shared by both loops.
 class Runner {
  public:
   Runner(ExpertClient& client, const std::vector<std::unique_ptr<ForwardJob>>& load,
          const BenchRunOptions& options)
-      : client_(client), load_(load), options_(options) {}
+      : client_(client), load_(load), options_(options), pacer_([this] { SendWhatPaused(); }) {}
+  // After WaitForCallsInFlight.
+  ~Runner() {
+    StopSending();
+    pacer_.join();
+  }
 
-  // `due`: when the call should have started. A closed loop goes on by itself until Stop; `after`
-  // is the call that this one follows.
-  void Send(absl::Time due, bool closed_loop, std::optional<absl::Time> after = std::nullopt) {
-    size_t request = 0;
+  // An open loop's call, at the moment when it is due.
+  void SendOne(absl::Time due) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (after.has_value()) in_flight_.erase(in_flight_.find(*after));
-      if (stopping_) {
-        if (in_flight_.empty()) idle_.notify_all();
-        return;
-      }
-      if (!closed_loop && static_cast<int>(in_flight_.size()) >= options_.max_in_flight) {
+      if (stopping_) return;
+      if (static_cast<int>(in_flight_.size()) >= options_.max_in_flight) {
         if (measuring_) ++num_not_sent_;
         return;
       }
       in_flight_.insert(due);
-      request = next_request_++ % load_.size();
     }
-    client_.ForwardAsync(load_[request]->input, options_.call,
-                         [this, due, request, closed_loop](absl::StatusOr<ForwardOutput> answer) {
-                           record_.Add(absl::Now() - due, answer);
-                           KeepSample(request, std::move(answer));
-                           if (closed_loop) return Send(absl::Now(), true, due);
-                           const std::lock_guard<std::mutex> lock(mutex_);
-                           in_flight_.erase(in_flight_.find(due));
-                           if (in_flight_.empty()) idle_.notify_all();
-                         });
+    Call(due, [this, due](bool) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      Ended(due);
+    });
+  }
+
+  // Keeps one call in flight until StopSending; `num_errors`: that the ones before it ended with in
+  // a row.
+  void KeepSending(int num_errors = 0) {
+    const absl::Time due = absl::Now();
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (stopping_) return;
+      in_flight_.insert(due);
+    }
+    KeepSendingFrom(due, num_errors);
   }
 
   void StartMeasuring() {
@@ -63,11 +71,18 @@ class Runner {
   void StopSending() {
     const std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
+    pause_changed_.notify_one();
+  }
+  bool is_stopping() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return stopping_;
   }
 
-  void WaitForCallsInFlight() {
+  // False: there still are some.
+  bool WaitForCallsInFlight(absl::Duration timeout) {
     std::unique_lock<std::mutex> lock(mutex_);
-    idle_.wait(lock, [this] { return in_flight_.empty(); });
+    return idle_.wait_for(lock, absl::ToChronoMilliseconds(timeout),
+                          [this] { return in_flight_.empty(); });
   }
 
   int64_t in_flight() const {
@@ -90,6 +105,68 @@ class Runner {
   }
 
  private:
+  // `due` is in in_flight_.
+  void KeepSendingFrom(absl::Time due, int num_errors) {
+    Call(due, [this, due, num_errors](bool ok) {
+      const absl::Time next = absl::Now();
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        Ended(due);
+        // From here on this object may be gone.
+        if (stopping_) return;
+        if (!ok) {
+          paused_.emplace(
+              next + std::min(kFirstPause * (1 << std::min(num_errors, 10)), kLongestPause),
+              num_errors + 1);
+          pause_changed_.notify_one();
+          return;
+        }
+        in_flight_.insert(next);
+      }
+      KeepSendingFrom(next, 0);
+    });
+  }
+
+  template <typename Done>
+  void Call(absl::Time due, Done done) {
+    size_t request = 0;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      request = next_request_++ % load_.size();
+    }
+    client_.ForwardAsync(load_[request]->input, options_.call,
+                         [this, due, request, done](absl::StatusOr<ForwardOutput> answer) {
+                           const bool ok = answer.ok();
+                           record_.Add(absl::Now() - due, answer);
+                           KeepSample(request, std::move(answer));
+                           done(ok);
+                         });
+  }
+
+  // Under mutex_.
+  void Ended(absl::Time due) {
+    in_flight_.erase(in_flight_.find(due));
+    if (in_flight_.empty()) idle_.notify_all();
+  }
+
+  // The pacer's thread.
+  void SendWhatPaused() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!stopping_) {
+      if (paused_.empty()) {
+        pause_changed_.wait(lock);
+      } else if (const absl::Time next = paused_.begin()->first; next > absl::Now()) {
+        pause_changed_.wait_until(lock, absl::ToChronoTime(next));
+      } else {
+        const int num_errors = paused_.begin()->second;
+        paused_.erase(paused_.begin());
+        lock.unlock();
+        KeepSending(num_errors);
+        lock.lock();
+      }
+    }
+  }
+
   // The first answer to each of the first requests.
   void KeepSample(size_t request, absl::StatusOr<ForwardOutput> answer) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -110,12 +187,15 @@ class Runner {
   // std, for ThreadSanitizer does not see into Debian's build of absl::Mutex. Guards all below.
   mutable std::mutex mutex_;
   std::condition_variable idle_;
+  std::condition_variable pause_changed_;
   bool measuring_ = false;
   bool stopping_ = false;
   std::multiset<absl::Time> in_flight_;  // when they were due
   int64_t num_not_sent_ = 0;
   size_t next_request_ = 0;
   std::vector<BenchSample> samples_;
+  std::multimap<absl::Time, int> paused_;  // when to go on, after how many errors in a row
+  std::thread pacer_;                      // the last member: it uses the others
 };
 
 // Sends at Poisson moments until `end`; on a thread of its own, so that printing never delays a
@@ -124,8 +204,12 @@ void OpenLoop(Runner& runner, const BenchRunOptions& options, absl::Time end) {
   std::mt19937_64 random(options.seed);
   std::exponential_distribution<double> gap(options.rate);
   for (absl::Time due = absl::Now(); due < end; due += absl::Seconds(gap(random))) {
-    absl::SleepFor(due - absl::Now());
-    runner.Send(due, /*closed_loop=*/false);
+    // In short pieces, for a run that is ended early.
+    while (absl::Now() < due && !runner.is_stopping()) {
+      absl::SleepFor(std::min(due - absl::Now(), kProgressInterval));
+    }
+    if (runner.is_stopping()) return;
+    runner.SendOne(due);
   }
 }
 
@@ -133,8 +217,14 @@ void OpenLoop(Runner& runner, const BenchRunOptions& options, absl::Time end) {
 
 BenchResult RunBench(ExpertClient& client, const std::vector<std::unique_ptr<ForwardJob>>& load,
                      const BenchRunOptions& options,
-                     absl::FunctionRef<void(double, const BenchSummary&, int64_t)> progress) {
+                     absl::FunctionRef<void(const BenchProgress&)> progress,
+                     absl::FunctionRef<bool(absl::Duration)> sleep) {
+  using Phase = BenchProgress::Phase;
   Runner runner(client, load, options);
+  const auto report = [&](Phase phase, absl::Duration time) {
+    progress({phase, absl::ToDoubleSeconds(time), runner.Summarize(), runner.in_flight(),
+              runner.longest_wait()});
+  };
   const absl::Time measure_from = absl::Now() + options.warmup;
   const absl::Time end = measure_from + options.duration;
   std::thread open_loop;
@@ -143,29 +233,36 @@ BenchResult RunBench(ExpertClient& client, const std::vector<std::unique_ptr<For
   if (options.rate > 0) {
     open_loop = std::thread([&] { OpenLoop(runner, options, end); });
   } else {
-    for (int i = 0; i < options.concurrency; ++i) runner.Send(absl::Now(), /*closed_loop=*/true);
+    for (int i = 0; i < options.concurrency; ++i) runner.KeepSending();
   }
-  while (absl::Now() < end) {
+  bool stop = false;
+  while (!stop && absl::Now() < end) {
     const absl::Time now = absl::Now();
     if (!measuring && now >= measure_from) {
       runner.StartMeasuring();
       measuring = true;
     }
-    absl::SleepFor(std::min(
+    stop = sleep(std::min(
         {kProgressInterval, end - now, measuring ? kProgressInterval : measure_from - now}));
-    progress(absl::ToDoubleSeconds(absl::Now() - measure_from), runner.Summarize(),
-             runner.in_flight());
+    if (measuring) {
+      report(Phase::kMeasuring, absl::Now() - measure_from);
+    } else {
+      report(Phase::kWarmup, measure_from - absl::Now());
+    }
   }
   BenchResult result;
   // Summarized before the calls in flight end: they were part of the load, but what they add has no
   // second to stand in.
   runner.StopSending();
+  const absl::Time stopped = absl::Now();
   result.summary = runner.Summarize();
   result.num_not_sent = runner.num_not_sent();
   result.num_unfinished = runner.in_flight();
   result.oldest_unfinished_micros = absl::ToInt64Microseconds(runner.longest_wait());
   if (open_loop.joinable()) open_loop.join();
-  runner.WaitForCallsInFlight();
+  while (!runner.WaitForCallsInFlight(kProgressInterval)) {
+    report(Phase::kWaitingForCalls, absl::Now() - stopped);
+  }
   result.unfinished_errors_by_code = runner.Summarize().errors_by_code;
   for (const auto& [code, count] : result.summary.errors_by_code) {
     int64_t& later = result.unfinished_errors_by_code[code];

@@ -17,7 +17,9 @@
 namespace expertmesh {
 
 struct BenchRunOptions {
-  int concurrency = 8;  // closed loop: calls in flight; each answer starts the next call
+  // Closed loop: calls in flight; each answer starts the next call, and each error too, but after a
+  // pause that doubles from error to error, so that a server that is gone is not flooded.
+  int concurrency = 8;
   // Open loop when > 0: calls per second at random (Poisson) moments, whatever the server does.
   // Calls that would exceed `max_in_flight` are counted (num_not_sent), not held back.
   double rate = 0;
@@ -46,12 +48,23 @@ struct BenchResult {
   std::vector<BenchSample> samples;
 };
 
-// Blocking: warms up, measures, waits for the calls in flight. `progress` runs on this thread about
-// twice a second with the seconds of measurement so far (negative: warming up), what was seen so
-// far and the calls in flight.
+// Where a run stands.
+struct BenchProgress {
+  enum class Phase { kWarmup, kMeasuring, kWaitingForCalls };
+  Phase phase = Phase::kWarmup;
+  double seconds = 0;  // of this phase so far; warming up: left
+  BenchSummary summary;
+  int64_t num_in_flight = 0;
+  absl::Duration longest_wait;  // of a call in flight
+};
+
+// Blocking: warms up, measures, waits for the calls in flight, which takes at most their timeout.
+// `progress` runs on this thread about twice a second. `sleep` is how this thread passes time: true
+// from it ends the measuring early.
 BenchResult RunBench(ExpertClient& client, const std::vector<std::unique_ptr<ForwardJob>>& load,
                      const BenchRunOptions& options,
-                     absl::FunctionRef<void(double, const BenchSummary&, int64_t)> progress);
+                     absl::FunctionRef<void(const BenchProgress&)> progress,
+                     absl::FunctionRef<bool(absl::Duration)> sleep);
 
 }  // namespace expertmesh
 

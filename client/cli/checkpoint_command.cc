@@ -9,6 +9,7 @@
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
 #include "client/cli/command.h"
+#include "client/cli/flag_error.h"
 #include "kernels/base/checked_math.h"
 #include "kernels/base/dtype.h"
 #include "server/model/synthetic_checkpoint.h"
@@ -60,15 +61,13 @@ absl::Status Run() {
   options.max_shard_bytes = absl::GetFlag(FLAGS_shard_bytes);
   options.overwrite = absl::GetFlag(FLAGS_overwrite);
   const std::optional<DType> dtype = DTypeFromName(absl::GetFlag(FLAGS_weight_dtype));
-  if (!dtype.has_value()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--weight_dtype=", absl::GetFlag(FLAGS_weight_dtype),
-                     "; known: float32, float16, bfloat16"));
+  if (!dtype.has_value() || !IsActivationDType(*dtype)) {
+    return FlagError(absl::StrCat("--weight_dtype is '", absl::GetFlag(FLAGS_weight_dtype),
+                                  "'; it takes float32, float16 or bfloat16"));
   }
   options.dtype = *dtype;
   const std::string directory = absl::GetFlag(FLAGS_out);
-  if (directory.empty())
-    return absl::InvalidArgumentError("--out is missing: name a directory to write to");
+  if (directory.empty()) return FlagError("--out is missing; it takes a folder to write to");
 
   if (absl::Status status = CheckDiskSpace(directory, options); !status.ok()) return status;
 
@@ -84,6 +83,8 @@ absl::Status Run() {
     return absl::AlreadyExistsError(
         absl::StrCat(summary.status().message(), " (--overwrite replaces it)"));
   }
+  // The options are all that its input is.
+  if (absl::IsInvalidArgument(summary.status())) return FlagError(summary.status().message());
   if (!summary.ok()) return summary.status();
   const LayerSpec& layer = summary->model.layers.front();
   printf("%s: %s, %zu layers of %d experts, hidden size %lld, intermediate %lld, top-%d, %s\n",
@@ -106,7 +107,7 @@ const Command kCheckpointCommand = {
     "  --hidden_size=N --intermediate_size=N --weight_dtype=T --weight_seed=N\n"
     "  --shard_bytes=N   several files and an index\n"
     "  --overwrite       replace what is there\n\n"
-    "  expertmesh checkpoint --out=/tmp/tiny-moe\n",
-    Run};
+    "  expertmesh checkpoint --out=tiny-moe\n",
+    "checkpoint_command.cc", Run};
 
 }  // namespace expertmesh

@@ -11,6 +11,8 @@ struct Command {
   const char* name;
   const char* summary;  // one line
   const char* usage;    // flags that matter, and an example
+  // What it takes, by spaces: files of client/cli whose flags it takes all of, or single flags.
+  const char* takes;
   absl::Status (*run)();
 };
 

@@ -8,10 +8,12 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "client/cli/flag_error.h"
 
 ABSL_FLAG(std::string, target, "127.0.0.1:50051",
           "HOST:PORT of the service, or any name that gRPC resolves");
-ABSL_FLAG(absl::Duration, timeout, absl::Seconds(30), "time for a call, retries included");
+ABSL_FLAG(absl::Duration, timeout, absl::Seconds(30),
+          "time for a call, retries included, e.g. 500ms, 10s or 2m");
 ABSL_FLAG(int, max_attempts, 4,
           "tries of a call in all; only what the server says may be retried is");
 ABSL_FLAG(std::string, tls_ca, "",
@@ -33,9 +35,33 @@ absl::StatusOr<std::string> ReadPem(const char* flag, const std::string& path) {
   return text;
 }
 
+// What can be told without reading a file or asking a server.
+absl::Status CheckConnectionFlags() {
+  if (absl::GetFlag(FLAGS_target).empty())
+    return FlagError("--target is empty; it takes HOST:PORT");
+  if (absl::GetFlag(FLAGS_timeout) <= absl::ZeroDuration()) {
+    return FlagError(absl::StrCat("--timeout is ",
+                                  absl::FormatDuration(absl::GetFlag(FLAGS_timeout)),
+                                  "; it takes more than 0, e.g. 500ms or 10s"));
+  }
+  if (absl::GetFlag(FLAGS_max_attempts) < 1) {
+    return FlagError(absl::StrCat("--max_attempts is ", absl::GetFlag(FLAGS_max_attempts),
+                                  "; it takes at least 1, which never retries"));
+  }
+  const bool has_certificate = !absl::GetFlag(FLAGS_tls_cert).empty();
+  if (has_certificate == absl::GetFlag(FLAGS_tls_key).empty()) {
+    return FlagError("--tls_cert and --tls_key: give both or none");
+  }
+  if (has_certificate && absl::GetFlag(FLAGS_tls_ca).empty()) {
+    return FlagError("--tls_cert needs --tls_ca: without it the server is not verified");
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<ExpertClient>> ClientFromFlags() {
+  if (absl::Status status = CheckConnectionFlags(); !status.ok()) return status;
   ExpertClientOptions options;
   options.target = absl::GetFlag(FLAGS_target);
   options.retry.max_attempts = absl::GetFlag(FLAGS_max_attempts);
@@ -50,13 +76,6 @@ absl::StatusOr<std::unique_ptr<ExpertClient>> ClientFromFlags() {
     absl::StatusOr<std::string> text = ReadPem(file.flag, file.path);
     if (!text.ok()) return text.status();
     *file.text = *std::move(text);
-  }
-  if (options.tls_certificate.empty() != options.tls_key.empty()) {
-    return absl::InvalidArgumentError("--tls_cert and --tls_key: give both or none");
-  }
-  if (options.tls_ca.empty() && !options.tls_key.empty()) {
-    return absl::InvalidArgumentError(
-        "--tls_cert needs --tls_ca: without it the server is not verified");
   }
   return ExpertClient::Create(options);
 }

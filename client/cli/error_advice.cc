@@ -1,10 +1,16 @@
 #include "client/cli/error_advice.h"
 
+#include <cstdint>
 #include <optional>
+#include <vector>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "client/client_error.h"
+#include "client/expert_client.h"
 
 namespace expertmesh {
 namespace {
@@ -29,10 +35,31 @@ constexpr ReasonAdvice kReasonAdvice[] = {
      "the server has no memory for this request just now: try again, or send fewer tokens"},
     {"MESSAGE_TOO_LARGE", "send fewer tokens in one call"},
     {"DRAINING", "this server is stopping; another replica may answer"},
-    {"NO_EPOCH", "not all ranks are there yet: the server's log says which one it waits for"},
+    {"NO_EPOCH",
+     "not all ranks are there: `expertmesh status` and the server's log say which it waits for"},
     {"STEP_LOST", "a rank was lost while the call ran; it is safe to try again"},
     {"NOT_IMPLEMENTED", "this build does not serve it"},
 };
+
+// gRPC refuses a message above its receiver's limit by itself, before the server could add details.
+std::string TooLargeAdvice(absl::string_view message) {
+  constexpr absl::string_view kWords = "message larger than max (";
+  const size_t at = message.find(kWords);
+  if (at == absl::string_view::npos) return "";
+  const std::vector<absl::string_view> sizes = absl::StrSplit(
+      message.substr(at + kWords.size(), message.find(')', at) - at - kWords.size()), " vs. ");
+  int64_t limit = 0;
+  if (sizes.size() != 2 || !absl::SimpleAtoi(sizes[1], &limit)) return "";
+  if (limit == ExpertClientOptions().max_message_bytes) {
+    return absl::StrCat("the answer of ", sizes[0], " bytes is above this client's limit of ",
+                        limit,
+                        ": send fewer tokens in one call, or ask for a smaller --output_dtype");
+  }
+  return absl::StrCat(
+      "the request of ", sizes[0], " bytes is above the server's limit of ", limit,
+      " (its flag --max_message_bytes): send fewer tokens in one call, or start the "
+      "server with more");
+}
 
 std::string Advice(const absl::Status& status, const std::optional<ServerErrorDetails>& details) {
   if (details.has_value()) {
@@ -51,6 +78,8 @@ std::string Advice(const absl::Status& status, const std::optional<ServerErrorDe
              "and the other not?";
     case absl::StatusCode::kDeadlineExceeded:
       return "allow more time with --timeout, or look at the server's queue (/metrics)";
+    case absl::StatusCode::kResourceExhausted:
+      return TooLargeAdvice(status.message());
     case absl::StatusCode::kUnimplemented:
       return "whatever answered there is no ExpertMesh service of this version";
     default:

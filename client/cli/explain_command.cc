@@ -11,6 +11,7 @@
 #include "absl/strings/strip.h"
 #include "client/cli/command.h"
 #include "client/cli/connection_flags.h"
+#include "client/cli/flag_error.h"
 #include "client/cli/forward_job.h"
 #include "client/cli/json_output.h"
 
@@ -71,6 +72,12 @@ void PrintExplanation(const v1::ExplainResponse& answer) {
 }
 
 absl::Status Run() {
+  absl::Status flags = CheckForwardFlags();
+  if (flags.ok() && absl::GetFlag(FLAGS_max_tokens) < 0) {
+    flags = FlagError(absl::StrCat("--max_tokens is ", absl::GetFlag(FLAGS_max_tokens),
+                                   "; it takes a whole number from 0 on"));
+  }
+  if (!flags.ok()) return flags;
   absl::StatusOr<std::unique_ptr<ExpertClient>> client = ClientFromFlags();
   if (!client.ok()) return client.status();
   const absl::StatusOr<v1::GetModelResponse> model =
@@ -99,6 +106,6 @@ const Command kExplainCommand = {
     "  --max_tokens=N   tokens to show one by one (default 8)\n"
     "  --json           as JSON\n\n"
     "  expertmesh explain --tokens=64\n",
-    Run};
+    "explain_command.cc forward_job.cc json_output.cc connection_flags.cc", Run};
 
 }  // namespace expertmesh

@@ -14,6 +14,7 @@
 #include "absl/strings/strip.h"
 #include "client/cli/command.h"
 #include "client/cli/connection_flags.h"
+#include "client/cli/flag_error.h"
 #include "client/cli/forward_job.h"
 #include "client/cli/json_output.h"
 #include "client/cli/reference_check.h"
@@ -92,8 +93,8 @@ absl::StatusOr<int> AdoptServersChoice(ExpertClient& client, ForwardJob& job) {
   *explain.mutable_request() = *request;
   explain.set_max_tokens(kMaxExplainedTokens);
   if (job.input.num_tokens > kMaxExplainedTokens) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "--check with --routing=logits or gate takes at most ", kMaxExplainedTokens, " tokens"));
+    return FlagError(absl::StrCat("--check with --routing=logits or gate takes at most ",
+                                  kMaxExplainedTokens, " tokens"));
   }
   const absl::StatusOr<v1::ExplainResponse> answer =
       client.Explain(explain, CallOptionsFromFlags());
@@ -152,6 +153,7 @@ absl::Status Check(ExpertClient& client, const WeightSource& weights, ForwardJob
 }
 
 absl::Status Run() {
+  if (absl::Status status = CheckForwardFlags(); !status.ok()) return status;
   absl::StatusOr<std::unique_ptr<ExpertClient>> client = ClientFromFlags();
   if (!client.ok()) return client.status();
   const absl::StatusOr<v1::GetModelResponse> model =
@@ -204,6 +206,6 @@ const Command kForwardCommand = {
     "  --check=DIR     compare it with a float64 evaluation of the checkpoint in DIR\n"
     "  --json          the answer's fields but its elements, as JSON\n\n"
     "  expertmesh forward --tokens=16 --routing=gate --check=/models/my-moe\n",
-    Run};
+    "forward_command.cc forward_job.cc json_output.cc connection_flags.cc", Run};
 
 }  // namespace expertmesh

@@ -13,6 +13,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "client/cli/flag_error.h"
 #include "client/cli/wire_dtype.h"
 #include "client/forward_wire.h"
 #include "kernels/base/checked_math.h"
@@ -56,7 +57,7 @@ absl::StatusOr<Enum> EnumFromFlag(const char* flag, const char* prefix, const st
                                   const char* known, Parse parse) {
   Enum value;
   if (!parse(absl::StrCat(prefix, absl::AsciiStrToUpper(text)), &value)) {
-    return absl::InvalidArgumentError(absl::StrCat("--", flag, "=", text, "; known: ", known));
+    return FlagError(absl::StrCat("--", flag, " is '", text, "'; it takes ", known));
   }
   return value;
 }
@@ -74,9 +75,9 @@ absl::StatusOr<FileTensor> RandomNormal(DType dtype, int64_t rows, int64_t colum
                                         std::mt19937_64& random) {
   const auto size_bytes = CheckedSizeProduct({rows, columns, DTypeBytes(dtype)});
   if (!size_bytes.has_value() || *size_bytes > kMaxMessageBytes) {
-    return absl::InvalidArgumentError(absl::StrCat("--tokens=", rows, " of ", columns,
-                                                   " values do not fit one message of ",
-                                                   kMaxMessageBytes, " bytes"));
+    return FlagError(absl::StrCat("--tokens is ", rows, "; so many of ", columns,
+                                  " values do not fit one message of ", kMaxMessageBytes,
+                                  " bytes"));
   }
   FileTensor tensor;
   tensor.dtype = dtype;
@@ -131,9 +132,6 @@ void DrawTopK(const v1::LayerInfo& layer, int64_t num_tokens, int topk, std::mt1
 absl::Status ReadTopK(ForwardJob& job, int& topk) {
   const std::string ids_path = absl::GetFlag(FLAGS_topk_ids);
   const std::string weights_path = absl::GetFlag(FLAGS_topk_weights);
-  if (ids_path.empty() || weights_path.empty()) {
-    return absl::InvalidArgumentError("--topk_ids and --topk_weights: give both or none");
-  }
   absl::StatusOr<FileTensor> ids = ReadMatrix("topk_ids", ids_path);
   if (!ids.ok()) return ids.status();
   absl::StatusOr<FileTensor> weights = ReadMatrix("topk_weights", weights_path);
@@ -176,18 +174,19 @@ absl::StatusOr<std::string> RoutingFromFlags() {
       !absl::GetFlag(FLAGS_topk_ids).empty() || !absl::GetFlag(FLAGS_topk_weights).empty();
   const bool has_logits = !absl::GetFlag(FLAGS_router_logits).empty();
   if (has_topk && has_logits) {
-    return absl::InvalidArgumentError(
-        "--router_logits and --topk_ids: both say who chooses the experts; give one");
+    return FlagError("--router_logits and --topk_ids: both say who chooses the experts; give one");
   }
   const std::string routing = absl::GetFlag(FLAGS_routing);
+  if (routing != "" && routing != "topk" && routing != "logits" && routing != "gate") {
+    return FlagError(absl::StrCat("--routing is '", routing, "'; it takes topk, logits or gate"));
+  }
   if (routing.empty()) return std::string(has_logits ? "logits" : "topk");
   if (has_topk && routing != "topk") {
-    return absl::InvalidArgumentError(
+    return FlagError(
         absl::StrCat("--routing=", routing, " does not read --topk_ids and --topk_weights"));
   }
   if (has_logits && routing != "logits") {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--routing=", routing, " does not read --router_logits"));
+    return FlagError(absl::StrCat("--routing=", routing, " does not read --router_logits"));
   }
   return routing;
 }
@@ -215,14 +214,6 @@ absl::Status FillRouting(const v1::LayerInfo& layer, std::mt19937_64& random, Fo
     }
     job.input.routing = RouterLogitsRouting{Bytes(job.router_logits), job.router_logits.shape[1]};
     return absl::OkStatus();
-  }
-  if (routing != "topk") {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--routing=", routing, "; known: topk, logits, gate"));
-  }
-  if (absl::GetFlag(FLAGS_topk) < 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--topk=", absl::GetFlag(FLAGS_topk), "; it must be at least 0"));
   }
   int topk = absl::GetFlag(FLAGS_topk) > 0 ? absl::GetFlag(FLAGS_topk) : layer.topk();
   if (!absl::GetFlag(FLAGS_topk_ids).empty() || !absl::GetFlag(FLAGS_topk_weights).empty()) {
@@ -268,14 +259,21 @@ absl::Status FillOptions(v1::ForwardOptions& options) {
   return absl::OkStatus();
 }
 
+// kInvalid: the model's own.
+absl::StatusOr<DType> DTypeOfRandomRows() {
+  const std::string name = absl::GetFlag(FLAGS_dtype);
+  if (name.empty()) return DType::kInvalid;
+  const DType dtype = DTypeFromName(name).value_or(DType::kInvalid);
+  if (IsActivationDType(dtype)) return dtype;
+  return FlagError(absl::StrCat("--dtype is '", name, "'; it takes float32, float16 or bfloat16"));
+}
+
 absl::StatusOr<const v1::LayerInfo*> ChooseLayer(const v1::GetModelResponse& model) {
   const int index = absl::GetFlag(FLAGS_layer);
   if (model.layers().empty()) {
     return absl::FailedPreconditionError(
         absl::StrCat("model ", model.model(), " has no layer with experts"));
   }
-  if (index < -1)
-    return absl::InvalidArgumentError(absl::StrCat("--layer=", index, "; it must be at least -1"));
   if (index == -1) return &model.layers(0);
   std::vector<int32_t> known;
   for (const v1::LayerInfo& layer : model.layers()) {
@@ -289,7 +287,31 @@ absl::StatusOr<const v1::LayerInfo*> ChooseLayer(const v1::GetModelResponse& mod
 
 }  // namespace
 
+absl::Status CheckForwardFlags() {
+  const struct {
+    const char* flag;
+    int value;
+    int least;
+  } numbers[] = {{"layer", absl::GetFlag(FLAGS_layer), -1},
+                 {"tokens", absl::GetFlag(FLAGS_tokens), 0},
+                 {"topk", absl::GetFlag(FLAGS_topk), 0}};
+  for (const auto& number : numbers) {
+    if (number.value >= number.least) continue;
+    return FlagError(absl::StrCat("--", number.flag, " is ", number.value,
+                                  "; it takes a whole number from ", number.least, " on"));
+  }
+  if (absl::GetFlag(FLAGS_topk_ids).empty() != absl::GetFlag(FLAGS_topk_weights).empty()) {
+    return FlagError("--topk_ids and --topk_weights: give both or none");
+  }
+  v1::ForwardOptions options;
+  absl::Status status = FillOptions(options);
+  status.Update(RoutingFromFlags().status());
+  status.Update(DTypeOfRandomRows().status());
+  return status;
+}
+
 absl::Status FillForwardJob(const v1::GetModelResponse& model, ForwardJob& job) {
+  if (absl::Status status = CheckForwardFlags(); !status.ok()) return status;
   const absl::StatusOr<const v1::LayerInfo*> layer = ChooseLayer(model);
   if (!layer.ok()) return layer.status();
   std::mt19937_64 random(absl::GetFlag(FLAGS_seed));
@@ -307,20 +329,13 @@ absl::Status FillForwardJob(const v1::GetModelResponse& model, ForwardJob& job) 
     job.hidden_states = *std::move(hidden);
   } else {
     const int tokens = absl::GetFlag(FLAGS_tokens);
-    if (tokens < 0)
+    const absl::StatusOr<DType> asked = DTypeOfRandomRows();
+    if (!asked.ok()) return asked.status();
+    const DType dtype = *asked == DType::kInvalid ? MemoryDType(model.activation_dtype()) : *asked;
+    if (!IsActivationDType(dtype)) {
       return absl::InvalidArgumentError(
-          absl::StrCat("--tokens=", tokens, "; it must be at least 0"));
-    DType dtype = DType::kInvalid;
-    const std::string name = absl::GetFlag(FLAGS_dtype);
-    for (const DType candidate : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
-      if (name.empty() ? WireDType(candidate) == model.activation_dtype()
-                       : DTypeFromName(name) == candidate) {
-        dtype = candidate;
-      }
-    }
-    if (dtype == DType::kInvalid) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("--dtype=", name, "; known: float32, float16, bfloat16"));
+          "this client cannot draw rows of the model's own activation dtype; name one with "
+          "--dtype");
     }
     job.random = true;
     absl::StatusOr<FileTensor> hidden = RandomNormal(dtype, tokens, model.hidden_size(), random);

@@ -25,9 +25,12 @@ struct ForwardJob {
   bool random = false;       // something of it was drawn by --seed
 };
 
+// What is wrong with the flags, told without reading a file or asking a server; a FlagError.
+absl::Status CheckForwardFlags();
+
 // Reads the files that the flags name and draws the rest at random. `model` is the server's answer
-// about the model; shapes that do not fit it are left for the server to refuse. INVALID_ARGUMENT
-// names the flag.
+// about the model; shapes that do not fit it are left for the server to refuse. Errors
+// name the flag.
 absl::Status FillForwardJob(const v1::GetModelResponse& model, ForwardJob& job);
 
 // The same call as a protobuf message, for Explain.

@@ -1,18 +1,19 @@
 #include <cstdio>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include "absl/flags/parse.h"
-#include "absl/flags/usage.h"
-#include "absl/flags/usage_config.h"
+#include "absl/flags/commandlineflag.h"
+#include "absl/flags/reflection.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "client/cli/command.h"
 #include "client/cli/error_advice.h"
+#include "client/cli/flag_error.h"
 #include "client/expert_client.h"
+#include "server/ops/command_line.h"
 
 namespace expertmesh {
 namespace {
@@ -34,10 +35,13 @@ std::string Overview() {
   for (const Command* command : kCommands) {
     absl::StrAppendFormat(&text, "  %-12s %s\n", command->name, command->summary);
   }
-  absl::StrAppend(&text,
-                  "\n  expertmesh help <command>   what a command takes\n"
-                  "  expertmesh --helpfull       every flag\n\n"
-                  "All commands that call a server take --target (default 127.0.0.1:50051).\n");
+  absl::StrAppend(
+      &text,
+      "\n  expertmesh help <command>   what a command takes\n"
+      "  expertmesh --helpfull       every flag\n\n"
+      "All commands that call a server take --target (default 127.0.0.1:50051).\n"
+      "Times have a unit: 500ms, 10s, 2m. Exit codes: 0 done, 1 it failed, 2 the command "
+      "line is wrong.\n");
   return text;
 }
 
@@ -48,70 +52,84 @@ const Command* FindCommand(absl::string_view name) {
   return nullptr;
 }
 
+int NoSuchCommand(absl::string_view name) {
+  std::vector<std::string> known;
+  for (const Command* command : kCommands) known.emplace_back(command->name);
+  const std::string closest = ClosestName(std::string(name), known);
+  fprintf(stderr, "expertmesh: there is no command '%s'%s\n\n%s", std::string(name).c_str(),
+          closest.empty() ? "" : absl::StrCat("; did you mean ", closest, "?").c_str(),
+          Overview().c_str());
+  return kExitUsage;
+}
+
 int Help(absl::string_view name) {
   if (name.empty()) {
     fputs(Overview().c_str(), stdout);
     return 0;
   }
   const Command* command = FindCommand(name);
-  if (command == nullptr) {
-    fprintf(stderr, "expertmesh: there is no command '%s'\n\n%s", std::string(name).c_str(),
-            Overview().c_str());
-    return kExitUsage;
-  }
+  if (command == nullptr) return NoSuchCommand(name);
   printf("expertmesh %s: %s\n\n%s", command->name, command->summary, command->usage);
   if (command != &kCheckpointCommand) fputs(kConnectionUsage, stdout);
   return 0;
 }
 
-// --help, -h and --version wherever they stand, before absl's own, which would print every flag of
-// every command.
-std::optional<int> HelpOrVersion(int argc, char** argv) {
-  absl::string_view name;
-  bool help = false;
-  for (int i = 1; i < argc; ++i) {
-    const absl::string_view word = argv[i];
-    if (word == "--version") {
-      puts("expertmesh " EXPERTMESH_VERSION);
-      return 0;
-    }
-    help |= word == "--help" || word == "-h" || word == "-help";
-    if (name.empty() && !absl::StartsWith(word, "-")) name = word;
+// Whether `command` reads the flag; one that it would ignore is a mistake.
+bool Takes(const Command& command, const std::string& name) {
+  const absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
+  for (const absl::string_view taken : absl::StrSplit(command.takes, ' ')) {
+    if (taken == name || absl::EndsWith(flag->Filename(), absl::StrCat("/", taken))) return true;
   }
-  if (!help) return std::nullopt;
-  return Help(name);
+  return false;
 }
 
-int Main(int argc, char** argv) {
+int UsageError(absl::string_view command, absl::string_view message) {
+  fprintf(stderr, "expertmesh%s: %s\nsee expertmesh help%s\n",
+          std::string(command.empty() ? "" : absl::StrCat(" ", command)).c_str(),
+          std::string(message).c_str(),
+          std::string(command.empty() ? "" : absl::StrCat(" ", command)).c_str());
+  return kExitUsage;
+}
+
+int Main(const std::vector<std::string>& args) {
   TuneGrpcBeforeFirstUse();
-  if (const std::optional<int> exit_code = HelpOrVersion(argc, argv)) return *exit_code;
-  absl::SetProgramUsageMessage(Overview());
-  absl::FlagsUsageConfig usage;
-  usage.contains_help_flags = [](absl::string_view file) {
-    return absl::StrContains(file, "client/cli/");
-  };
-  absl::SetFlagsUsageConfig(usage);
-  const std::vector<char*> words = absl::ParseCommandLine(argc, argv);
-  if (words.size() < 2) {
+  if (!args.empty() && args.front() == "--helpfull") {
+    fputs(DescribeFlags("client/cli/").c_str(), stdout);
+    return 0;
+  }
+  const absl::StatusOr<CommandLine> line = ParseCommandLine(args);
+  const std::string name = line.ok() && !line->positionals.empty() ? line->positionals.front() : "";
+  if (!line.ok()) {
+    const bool has_command = !args.empty() && FindCommand(args.front()) != nullptr;
+    return UsageError(has_command ? args.front() : "", line.status().message());
+  }
+  if (line->version) {
+    puts("expertmesh " EXPERTMESH_VERSION);
+    return 0;
+  }
+  if (name == "help" || line->help) {
+    const size_t word = name == "help" ? 1 : 0;
+    return Help(line->positionals.size() > word ? line->positionals[word] : "");
+  }
+  if (name.empty()) {
     fputs(Overview().c_str(), stderr);
     return kExitUsage;
   }
-  const absl::string_view name = words[1];
-  if (name == "help") return Help(words.size() < 3 ? "" : words[2]);
   const Command* command = FindCommand(name);
-  if (command == nullptr || words.size() > 2) {
-    if (command == nullptr) {
-      fprintf(stderr, "expertmesh: there is no command '%s'\n\n", words[1]);
-    } else {
-      fprintf(stderr,
-              "expertmesh %s: '%s' is one word too many; options are flags (--name=value)\n\n",
-              words[1], words[2]);
+  if (command == nullptr) return NoSuchCommand(name);
+  if (line->positionals.size() > 1) {
+    return UsageError(name,
+                      absl::StrCat("'", line->positionals[1],
+                                   "' is one word too many; options are flags (--name=value)"));
+  }
+  for (const std::string& flag : line->flags) {
+    if (!Takes(*command, flag)) {
+      return UsageError(name, absl::StrCat("--", flag, " is a flag of other commands"));
     }
-    fputs(Overview().c_str(), stderr);
-    return kExitUsage;
   }
   const absl::Status status = command->run();
   if (status.ok()) return 0;
+  if (IsFlagError(status)) return UsageError(name, status.message());
   fprintf(stderr, "expertmesh %s: %s\n", command->name, ErrorWithAdvice(status).c_str());
   return kExitError;
 }
@@ -119,4 +137,6 @@ int Main(int argc, char** argv) {
 }  // namespace
 }  // namespace expertmesh
 
-int main(int argc, char** argv) { return expertmesh::Main(argc, argv); }
+int main(int argc, char** argv) {
+  return expertmesh::Main(std::vector<std::string>(argv + 1, argv + argc));
+}

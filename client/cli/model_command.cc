@@ -126,6 +126,6 @@ const Command kModelCommand = {"model",
                                "  --model=NAME   only this one (default: all)\n"
                                "  --json         as JSON\n\n"
                                "  expertmesh model --target=127.0.0.1:50051\n",
-                               Run};
+                               "model json_output.cc connection_flags.cc", Run};
 
 }  // namespace expertmesh

@@ -12,10 +12,11 @@
 #include "absl/time/time.h"
 #include "client/cli/command.h"
 #include "client/cli/connection_flags.h"
+#include "client/cli/flag_error.h"
 #include "client/cli/json_output.h"
 
 ABSL_FLAG(absl::Duration, watch, absl::ZeroDuration(),
-          "status: print again every so often, until Ctrl-C");
+          "status: print again every so often, e.g. 500ms or 2s, until Ctrl-C");
 
 namespace expertmesh {
 namespace {
@@ -92,16 +93,21 @@ void PrintStatus(const v1::GetStatusResponse& status) {
 }
 
 absl::Status Run() {
+  const absl::Duration interval = absl::GetFlag(FLAGS_watch);
+  if (interval < absl::ZeroDuration() || interval == absl::InfiniteDuration()) {
+    return FlagError(absl::StrCat("--watch is ", absl::FormatDuration(interval),
+                                  "; it takes a time between two tables, e.g. 500ms or 2s"));
+  }
   absl::StatusOr<std::unique_ptr<ExpertClient>> client = ClientFromFlags();
   if (!client.ok()) return client.status();
-  const absl::Duration interval = absl::GetFlag(FLAGS_watch);
   while (true) {
     const absl::StatusOr<v1::GetStatusResponse> status =
         (*client)->GetStatus(CallOptionsFromFlags());
-    if (absl::IsUnimplemented(status.status())) {
-      return absl::UnimplementedError(
-          absl::StrCat(status.status().message(),
-                       "; the server shows its status where it was started with --allow_admin"));
+    // A server of ours that does not serve AdminService, or something else.
+    if (absl::IsUnimplemented(status.status()) &&
+        (*client)->ListModels(CallOptionsFromFlags()).ok()) {
+      return absl::FailedPreconditionError(
+          "the server at this address tells its status only if it is started with --allow_admin");
     }
     if (!status.ok()) return status.status();
     if (JsonWanted()) {
@@ -123,6 +129,6 @@ const Command kStatusCommand = {
     "  --watch=2s   print again every so often\n"
     "  --json       as JSON\n\n"
     "  expertmesh status\n",
-    Run};
+    "status_command.cc json_output.cc connection_flags.cc", Run};
 
 }  // namespace expertmesh

@@ -19,6 +19,7 @@ namespace {
 
 using nlohmann::json;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr char kFixture[] = "tests/golden/qwen3_moe_bfloat16";
 constexpr absl::Duration kPatience = absl::Minutes(1);
@@ -70,6 +71,7 @@ TEST(BenchProcessTest, AllRefusedIsAnErrorThatSaysWhy) {
   const auto bench = StartBench(*server, {"--warmup=0s", "--duration=300ms", "--tokens=11"});
   EXPECT_EQ(ExitCode(bench.get()), 1);
   EXPECT_THAT(bench->Stdout(), HasSubstr("0 calls answered"));
+  EXPECT_THAT(bench->Stdout(), Not(HasSubstr("p50"))) << "of nothing";
   EXPECT_THAT(bench->Stderr(), HasSubstr("no call was answered: "));
   EXPECT_THAT(bench->Stderr(), HasSubstr("is 11; expected 0 to 10"));
   EXPECT_THAT(bench->Stderr(), HasSubstr("limit: 0 to 10"));
@@ -86,8 +88,43 @@ TEST(BenchProcessTest, AServerThatIsKilledInTheMiddle) {
   const json result = json::parse(bench->Stdout());
   EXPECT_GT(result["calls_ok"], 0);
   EXPECT_GT(result["errors"]["UNAVAILABLE"], 0) << result;
+  // 8 slots that pause 20 ms, 40 ms, ... 1 s fail at most 8 times each in two seconds.
+  EXPECT_LE(result["errors"]["UNAVAILABLE"], 8 * 8) << result;
   EXPECT_EQ(result["verified"], nullptr);
   EXPECT_THAT(bench->Stderr(), HasSubstr("is the server up"));
+}
+
+TEST(BenchProcessTest, SaysWhatItWaitsForAfterItsTime) {
+  const auto server = ServerUnderTest::Start({.checkpoint = kFixture});
+  ASSERT_NE(server, nullptr);
+  const auto bench =
+      StartBench(*server, {"--warmup=0s", "--duration=3s", "--timeout=30s", "--max_attempts=1"});
+  ASSERT_TRUE(AwaitAnswers(server.get(), 20));
+  ASSERT_TRUE(server->process().Signal(SIGSTOP).ok());
+  EXPECT_TRUE(bench
+                  ->WaitForLine("waiting for 8 calls in flight, the oldest for .* s \\(they end "
+                                "within --timeout=30s\\)",
+                                kPatience)
+                  .ok());
+  ASSERT_TRUE(server->process().Signal(SIGCONT).ok());
+  EXPECT_EQ(ExitCode(bench.get()), 0);
+}
+
+TEST(BenchProcessTest, CtrlCTellsWhatWasSeen) {
+  const auto server = ServerUnderTest::Start({.checkpoint = kFixture});
+  ASSERT_NE(server, nullptr);
+  for (const char* loop : {"--rate=0", "--rate=100"}) {
+    SCOPED_TRACE(loop);
+    const double before =
+        std::max(0.0, server->Metric("expertmesh_calls_total{code=\"OK\",method=\"Forward\"}"));
+    const auto bench = StartBench(*server, {"--json", "--warmup=0s", "--duration=1h", loop});
+    ASSERT_TRUE(AwaitAnswers(server.get(), before + 20));
+    ASSERT_TRUE(bench->Signal(SIGINT).ok());
+    EXPECT_EQ(ExitCode(bench.get()), 0);
+    const json result = json::parse(bench->Stdout());
+    EXPECT_GT(result["calls_ok"], 0);
+    EXPECT_EQ(result["verified"]["different_bytes"], 0);
+  }
 }
 
 TEST(BenchProcessTest, AServerThatStopsAnsweringShows) {
@@ -123,7 +160,7 @@ TEST(BenchProcessTest, NothingThere) {
   EXPECT_THAT(bench->Stderr(), HasSubstr("UNAVAILABLE"));
   EXPECT_THAT(bench->Stderr(), HasSubstr("is the server up"));
   const auto typo = StartBench(*server, {"--no_such_flag"});
-  EXPECT_NE(ExitCode(typo.get()), 0);
+  EXPECT_EQ(ExitCode(typo.get()), 2);
 }
 
 }  // namespace

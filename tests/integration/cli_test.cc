@@ -130,7 +130,9 @@ TEST_F(CliTest, BenchCountsWhatTheServerCounts) {
 TEST_F(CliTest, StatusIsForOperatorsAndTellsOfEveryRank) {
   const FinishedProcess refused = Cli({"status", target_});
   EXPECT_EQ(refused.exit_code, 1);
-  EXPECT_TRUE(Has(refused.err, "--allow_admin")) << refused.err;
+  EXPECT_EQ(refused.err,
+            "expertmesh status: FAILED_PRECONDITION: the server at this address tells its status "
+            "only if it is started with --allow_admin\n");
   server_.reset();
   server_ = ServerUnderTest::Start(
       {.checkpoint = checkpoint_, .args = {"--local_ranks=3", "--allow_admin"}});
@@ -164,27 +166,16 @@ TEST_F(CliTest, ErrorsReadLikeAdvice) {
   EXPECT_TRUE(Has(result.err, "is the server up")) << result.err;
 }
 
-TEST_F(CliTest, FlagsThatWouldBeIgnoredAreRefused) {
+TEST_F(CliTest, WhatOnlyTheServerKnowsExitsWithOne) {
   const struct {
     std::vector<std::string> flags;
     const char* says;
   } cases[] = {
-      {{"forward", "--router_logits=l.npy", "--topk_ids=i.npy"},
-       "both say who chooses the experts"},
-      {{"forward", "--routing=gate", "--topk_ids=i.npy"},
-       "--routing=gate does not read --topk_ids"},
-      {{"forward", "--routing=topk", "--router_logits=l.npy"},
-       "--routing=topk does not read --router_logits"},
-      {{"forward", "--layer=-2"}, "--layer=-2; it must be at least -1"},
-      {{"forward", "--topk=-1"}, "--topk=-1; it must be at least 0"},
-      {{"forward", "--tokens=2000000000"}, "do not fit one message"},
+      {{"forward", "--layer=7"}, "--layer=7 of model tiny has no experts"},
       {{"forward", "--output=y.npy"}, "NumPy has no bfloat16"},
       {{"forward", "--check=/no/such/checkpoint"}, "/no/such/checkpoint"},
-      {{"bench", "--samples=-1"}, "--samples=-1; it must be at least 0"},
-      {{"bench", "--concurrency=100000"}, "at most 16384 calls in flight"},
-      {{"checkpoint", "--out=/tmp/none", "--hidden_size=1048576", "--num_experts=65536",
-        "--num_layers=100", "--intermediate_size=1000000"},
-       "of this checkpoint take"},
+      {{"forward", "--hidden=/no/such/file.npy"}, "/no/such/file.npy"},
+      {{"bench", "--layers=7"}, "layer 7 of model tiny has no experts"},
   };
   for (const auto& bad : cases) {
     std::vector<std::string> args = bad.flags;
@@ -195,6 +186,18 @@ TEST_F(CliTest, FlagsThatWouldBeIgnoredAreRefused) {
   }
   // Nothing of it was sent.
   EXPECT_EQ(server_->Metric("expertmesh_steps_total"), 0);
+}
+
+TEST_F(CliTest, AMessageThatGrpcRefusesGetsTheFlagAndTheLimit) {
+  server_ = ServerUnderTest::Start(
+      {.checkpoint = checkpoint_, .args = {"--local_ranks=1", "--max_message_bytes=64KiB"}});
+  ASSERT_NE(server_, nullptr);
+  const FinishedProcess result =
+      Cli({"forward", "--tokens=10000", absl::StrCat("--target=", server_->address())});
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_TRUE(Has(result.err, "RESOURCE_EXHAUSTED")) << result.err;
+  EXPECT_TRUE(Has(result.err, "above the server's limit of 65536 (its flag --max_message_bytes)"))
+      << result.err;
 }
 
 TEST_F(CliTest, FilesSayWhoRoutes) {
@@ -236,9 +239,61 @@ TEST(CliUsageTest, WrongWordsGetTheUsageAndExitTwo) {
   }
   result = Cli({"--version"});
   EXPECT_EQ(result.out.substr(0, 11), "expertmesh ");
-  result = Cli({"checkpoint"});
-  EXPECT_EQ(result.exit_code, 1);
-  EXPECT_TRUE(Has(result.err, "--out is missing")) << result.err;
+}
+
+// All of it without a server.
+TEST(CliUsageTest, WrongFlagsExitWithTwoAndSayWhatIsValid) {
+  const struct {
+    std::vector<std::string> args;
+    const char* says;
+  } cases[] = {
+      {{"checkpoint"}, "--out is missing"},
+      {{"checkpoint", "--out=/no/such/folder", "--hidden_size=0"}, "hidden_size"},
+      {{"checkpoint", "--out=x", "--weight_dtype=int8"}, "it takes float32, float16 or bfloat16"},
+      {{"forward", "--router_logits=l.npy", "--topk_ids=i.npy", "--topk_weights=w.npy"},
+       "both say who chooses the experts"},
+      {{"forward", "--topk_ids=i.npy"}, "--topk_ids and --topk_weights: give both or none"},
+      {{"forward", "--routing=gate", "--topk_ids=i.npy", "--topk_weights=w.npy"},
+       "--routing=gate does not read --topk_ids"},
+      {{"forward", "--routing=topk", "--router_logits=l.npy"},
+       "--routing=topk does not read --router_logits"},
+      {{"forward", "--routing=mine"}, "--routing is 'mine'; it takes topk, logits or gate"},
+      {{"forward", "--layer=-2"}, "--layer is -2; it takes a whole number from -1 on"},
+      {{"forward", "--topk=-1"}, "--topk is -1; it takes a whole number from 0 on"},
+      {{"explain", "--tokens=-1"}, "--tokens is -1; it takes a whole number from 0 on"},
+      {{"explain", "--tokens=many"}, "--tokens is 'many'; it takes a whole number"},
+      {{"forward", "--dtype=int8"}, "--dtype is 'int8'; it takes float32, float16 or bfloat16"},
+      {{"forward", "--combine=some"}, "--combine is 'some'; it takes per_owner, per_expert"},
+      {{"forward", "--timeout=5"},
+       "--timeout is '5'; it takes a duration with its unit, e.g. 500ms, 10s or 2m"},
+      {{"forward", "--timeout=-1s"}, "--timeout is -1s; it takes more than 0"},
+      {{"model", "--max_attempts=0"}, "--max_attempts is 0; it takes at least 1"},
+      {{"model", "--tls_cert=c.pem"}, "--tls_cert and --tls_key: give both or none"},
+      {{"model", "--tls_cert=c.pem", "--tls_key=k.pem"}, "--tls_cert needs --tls_ca"},
+      {{"model", "--tokens=3"}, "--tokens is a flag of other commands"},
+      {{"model", "--targt=x:1"}, "there is no flag --targt; did you mean --target?"},
+      {{"model", "tiny"}, "'tiny' is one word too many"},
+      {{"status", "--watch=-2s"}, "--watch is -2s"},
+      {{"status", "--watch=2"}, "--watch is '2'; it takes a duration with its unit"},
+      {{"bench", "--samples=-1"}, "--samples is -1; it takes a number from 0 on"},
+      {{"bench", "--tokens=0"}, "--tokens is 0; it takes a number from 1 on"},
+      {{"bench", "--duration=0"}, "--duration is 0"},
+      {{"bench", "--skew=much"}, "--skew is 'much'; it takes uniform, zipf or one_hot"},
+      {{"bench", "--layers=a"}, "'a' is no number"},
+      {{"bench", "--concurrency=100000"}, "at most 16384 calls in flight"},
+  };
+  for (const auto& bad : cases) {
+    const FinishedProcess result = Cli(bad.args);
+    EXPECT_EQ(result.exit_code, 2) << bad.says << "\n" << result.err;
+    EXPECT_TRUE(Has(result.err, bad.says)) << bad.says << "\n" << result.err;
+    EXPECT_TRUE(Has(result.err, "\nsee expertmesh help")) << result.err;
+    EXPECT_EQ(result.out, "");
+  }
+  const FinishedProcess large =
+      Cli({"checkpoint", "--out=/tmp/none", "--hidden_size=1048576", "--num_experts=65536",
+           "--num_layers=100", "--intermediate_size=1000000"});
+  EXPECT_EQ(large.exit_code, 1);
+  EXPECT_TRUE(Has(large.err, "of this checkpoint take")) << large.err;
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
 BESIDE = {
     "server/ops": ("server/ops", "kernels/base"),
     "client": ("client",),
-    "client/cli": ("client", "client/cli", "server/model", "kernels", "kernels/base"),
+    "client/cli": ("client", "client/cli", "server/model", "server/ops", "kernels", "kernels/base"),
     # The oracle is independent of the product's code.
     "tests/reference": ("tests/reference",),
 }

@@ -1,0 +1,16 @@
+#ifndef EXPERTMESH_CLIENT_CLI_FLAG_ERROR_H_
+#define EXPERTMESH_CLIENT_CLI_FLAG_ERROR_H_
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+
+namespace expertmesh {
+
+// INVALID_ARGUMENT for a command line that no server could make right: the program then exits with
+// 2. `message` names the flag, its value and what is valid.
+absl::Status FlagError(absl::string_view message);
+bool IsFlagError(const absl::Status& status);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_CLIENT_CLI_FLAG_ERROR_H_
