@@ -4,8 +4,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "kernels/base/dtype.h"
+#include "kernels/cuda/gemm_tile.h"
 
 namespace expertmesh {
 
@@ -39,6 +41,8 @@ struct CudaGroupedGemmParams {
   const float* weight_scales = nullptr;  // [num_experts, ceil(n / block), ceil(k / block)]
   void* output = nullptr;                // shaped as rows, [..., n]
   DType output_dtype = DType::kInvalid;
+  // For tests and measurements: the tensor cores' tile instead of ChooseGemmTile's.
+  std::optional<GemmTile> tile;
   // Scratch of one launch at a time: launches of one stream may share it. 256-byte aligned.
   void* workspace = nullptr;
   int64_t workspace_bytes = 0;  // at least GroupedGemmWorkspaceBytes(num_experts)

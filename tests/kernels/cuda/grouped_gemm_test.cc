@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -42,6 +43,7 @@ struct GemmCase {
   int64_t k = 0;
   std::vector<int32_t> tokens;
   Form form = Form::kContiguous;
+  std::optional<GemmTile> tile;
 };
 
 // A random product on the test device and what it should give.
@@ -74,7 +76,7 @@ class Gemm {
   }
   int64_t row_bytes() const { return case_.n * DTypeBytes(case_.output_dtype); }
 
-  DeviceBytes Run() const {
+  DeviceBytes Run() {
     // Rows that nobody may read are NaN.
     std::vector<std::byte> rows(rows_.size(), std::byte{0xff});
     const int64_t bytes = case_.k * DTypeBytes(case_.rows_dtype);
@@ -103,6 +105,8 @@ class Gemm {
       params.weight_scales = weight_scales.As<float>();
     }
     params.output_dtype = case_.output_dtype;
+    params.tile = case_.tile;
+    uses_tensor_cores_ = GroupedGemmUsesTensorCores(params);
     const uintptr_t address = reinterpret_cast<uintptr_t>(workspace.data());
     params.workspace = workspace.data() + (256 - address % 256) % 256;
     params.workspace_bytes = workspace_bytes;
@@ -126,7 +130,10 @@ class Gemm {
   }
 
   void ExpectNearReference(const DeviceBytes& output) const {
-    // One rounding per addition of k float32 products, and the output's own.
+    // Hopper's tensor cores sum float8 products with 13 bits behind the point of the largest; else
+    // one rounding per addition of k float32 products.
+    const double sum_bound =
+        uses_tensor_cores_ && is_float8() ? 0x1p-11 : static_cast<double>(case_.k + 2) * 0x1p-24;
     const double unit = case_.output_dtype == DType::kFloat32   ? 0x1p-24
                         : case_.output_dtype == DType::kFloat16 ? 0x1p-11
                                                                 : 0x1p-8;
@@ -146,8 +153,7 @@ class Gemm {
           }
           const double actual =
               LoadFloat(output.data(), case_.output_dtype, row * case_.n + column);
-          const double bound = magnitude * static_cast<double>(case_.k + 2) * 0x1p-24 +
-                               std::abs(exact) * unit + 1e-7;
+          const double bound = magnitude * sum_bound + std::abs(exact) * unit + 1e-7;
           ASSERT_LE(std::abs(actual - exact), bound)
               << "expert " << e << " row " << row << " column " << column << ": " << actual
               << " instead of " << exact;
@@ -204,6 +210,7 @@ class Gemm {
   GemmCase case_;
   int64_t max_rows_;
   int64_t num_rows_ = 0;
+  bool uses_tensor_cores_ = false;
   std::vector<int64_t> offsets_;
   std::vector<std::byte> rows_;
   std::vector<std::byte> weights_;
@@ -217,7 +224,7 @@ void RunAndCheck(const GemmCase& c, uint64_t seed) {
                " rows " + std::string(DTypeName(c.rows_dtype)) + " weights " +
                std::string(DTypeName(c.weight_dtype)) + " output " +
                std::string(DTypeName(c.output_dtype)));
-  const Gemm gemm(c, seed);
+  Gemm gemm(c, seed);
   const DeviceBytes output = gemm.Run();
   gemm.ExpectNearReference(output);
   gemm.ExpectPaddingUntouched(output);
@@ -286,10 +293,10 @@ TEST(GroupedGemmTest, BytesOfARowDoNotDependOnItsNeighbours) {
   uint64_t seed = 400;
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat8E4M3}) {
     SCOPED_TRACE("seed " + std::to_string(++seed));
-    const Gemm all({dtype, dtype, DType::kFloat32, 136, 264, {70, 1, 0, 9}}, seed);
+    Gemm all({dtype, dtype, DType::kFloat32, 136, 264, {70, 1, 0, 9}}, seed);
     const DeviceBytes output = all.Run();
     for (const int32_t count : {1, 8, 66}) {
-      const Gemm few = all.WithLastRows(count);
+      Gemm few = all.WithLastRows(count);
       const DeviceBytes few_output = few.Run();
       for (size_t e = 0; e < few.gemm_case().tokens.size(); ++e) {
         const int64_t kept = few.gemm_case().tokens[e] * few.row_bytes();
@@ -303,12 +310,36 @@ TEST(GroupedGemmTest, BytesOfARowDoNotDependOnItsNeighbours) {
   }
 }
 
+// On a GPU of sm_90 each is a kernel of its own; elsewhere no tile is chosen.
+TEST(GroupedGemmTest, EveryTileGivesTheSameBytes) {
+  uint64_t seed = 500;
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}) {
+    std::vector<GemmTile> tiles = {GemmTile::kRows64, GemmTile::kRows128};
+    if (dtype != DType::kFloat16) tiles.push_back(GemmTile::kRows16);
+    if (dtype == DType::kBFloat16) tiles.push_back(GemmTile::kRows256);
+    for (const Form form : {Form::kContiguous, Form::kMasked}) {
+      SCOPED_TRACE("seed " + std::to_string(++seed));
+      GemmCase c = {dtype, dtype, DType::kFloat32, 136, 384, {0, 70, 1, 0, 9}, form};
+      std::vector<std::byte> first;
+      for (const GemmTile tile : tiles) {
+        c.tile = tile;
+        Gemm gemm(c, seed);
+        const DeviceBytes output = gemm.Run();
+        gemm.ExpectNearReference(output);
+        gemm.ExpectPaddingUntouched(output);
+        if (first.empty()) first = output.bytes();
+        EXPECT_EQ(output.bytes(), first) << DTypeName(dtype) << " " << GemmTileRows(tile);
+      }
+    }
+  }
+}
+
 TEST(GroupedGemmTest, MaskedCountsAreHeldToTheBatch) {
   const std::vector<int32_t> tokens = {-5, 7};
   const DeviceBytes device_tokens = DeviceCopy(tokens);
   const DeviceBytes rows = DeviceCopy(std::vector<float>{1, 2, 3, 4});
   const DeviceBytes weights = DeviceCopy(std::vector<float>{10, 100});
-  const DeviceBytes workspace(512);
+  const DeviceBytes workspace(GroupedGemmWorkspaceBytes(2) + 256);
   CudaGroupedGemmParams params;
   params.num_experts = 2;
   params.max_rows_per_expert = 2;

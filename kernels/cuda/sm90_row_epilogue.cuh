@@ -1,0 +1,91 @@
+#ifndef EXPERTMESH_KERNELS_CUDA_SM90_ROW_EPILOGUE_CUH_
+#define EXPERTMESH_KERNELS_CUDA_SM90_ROW_EPILOGUE_CUH_
+
+#include <cstdint>
+
+#include "cute/tensor.hpp"
+#include "cutlass/cutlass.h"
+#include "cutlass/epilogue/collective/detail.hpp"
+#include "cutlass/epilogue/dispatch_policy.hpp"
+#include "kernels/cuda/gemm_groups.h"
+
+namespace expertmesh {
+
+// The epilogue of a grouped GEMM whose M are weight rows and whose N are rows: accumulators go to
+// output[row, weight row] straight from registers. Eight lanes hold eight consecutive weight rows,
+// so float32 stores fill whole 32-byte sectors; neither shared memory nor a tensor map per group is
+// needed, which leaves both to the loads.
+class Sm90RowEpilogue {
+ public:
+  // What CUTLASS's kernel and adapter ask of an epilogue's types.
+  using DispatchPolicy = cutlass::epilogue::PtrArrayNoSmemWarpSpecialized;
+  using ElementC = float;
+  using ElementD = float;
+  using StrideC = cute::Stride<cute::Int<1>, int64_t, cute::Int<0>>*;
+  using StrideD = StrideC;
+  using InternalStrideC = cute::remove_pointer_t<StrideC>;
+  using InternalStrideD = InternalStrideC;
+  struct SharedStorage {};
+  using TensorMapStorage = SharedStorage;
+
+  struct Arguments {
+    const GemmGroup* groups = nullptr;
+    float* output = nullptr;
+  };
+  using Params = Arguments;
+
+  template <class ProblemShape>
+  static constexpr Params to_underlying_arguments(const ProblemShape&, const Arguments& arguments,
+                                                  void*) {
+    return arguments;
+  }
+  template <class ProblemShape>
+  static size_t get_workspace_size(const ProblemShape&, const Arguments&, int) {
+    return 0;
+  }
+  template <class ProblemShape>
+  static cutlass::Status initialize_workspace(const ProblemShape&, const Arguments&, void*,
+                                              cudaStream_t, cutlass::CudaHostAdapter* = nullptr) {
+    return cutlass::Status::kSuccess;
+  }
+  template <class ProblemShape>
+  static bool can_implement(const ProblemShape&, const Arguments&) {
+    return true;
+  }
+
+  CUTLASS_HOST_DEVICE explicit Sm90RowEpilogue(const Params& params) : params_(params) {}
+
+  template <class ProblemShape, class BlockShape, class BlockCoord, class Engine, class Layout,
+            class TiledMma, class Residue>
+  CUTLASS_DEVICE void operator()(ProblemShape problem_shape, BlockShape block_shape,
+                                 BlockCoord block_coord,
+                                 const cute::Tensor<Engine, Layout>& accumulators,
+                                 TiledMma tiled_mma, Residue, int thread_index, char*) {
+    const int weight_rows = cute::get<0>(problem_shape);
+    const int num_rows = cute::get<1>(problem_shape);
+    const int group_index = cute::get<3>(block_coord);
+    float* output =
+        params_.output + params_.groups[group_index].first_row * static_cast<int64_t>(weight_rows);
+    const auto tile =
+        cute::local_tile(cute::make_identity_tensor(cute::make_shape(weight_rows, num_rows)),
+                         cute::take<0, 2>(block_shape),
+                         cute::make_coord(cute::get<0>(block_coord), cute::get<1>(block_coord)));
+    const auto coords = tiled_mma.get_thread_slice(thread_index).partition_C(tile);
+    CUTE_STATIC_ASSERT_V(cute::size(coords) == cute::size(accumulators));
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < cute::size(accumulators); ++i) {
+      const int weight_row = cute::get<0>(coords(i));
+      const int row = cute::get<1>(coords(i));
+      if (weight_row < weight_rows && row < num_rows) {
+        output[static_cast<int64_t>(row) * weight_rows + weight_row] = accumulators(i);
+      }
+    }
+  }
+
+ private:
+  Params params_;
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_KERNELS_CUDA_SM90_ROW_EPILOGUE_CUH_
