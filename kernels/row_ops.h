@@ -74,6 +74,11 @@ class RowOps {
   virtual absl::Status SigmoidDot(const SigmoidDotParams& params, Stream& stream) = 0;
 };
 
+// What every implementation refuses: INVALID_ARGUMENT with the field.
+absl::Status CheckGatherRows(const GatherRowsParams& params);
+absl::Status CheckSumRows(const SumRowsParams& params);
+absl::Status CheckSigmoidDot(const SigmoidDotParams& params);
+
 }  // namespace expertmesh
 
 #endif  // EXPERTMESH_KERNELS_ROW_OPS_H_

@@ -15,20 +15,13 @@ constexpr double kBytesPerMicro = 8e3;
 // What a task should touch at least, so that taking it from the queue costs nothing beside it.
 constexpr int64_t kMinTaskBytes = 128 << 10;
 
-absl::Status CheckDType(const char* field, DType dtype) {
-  if (IsActivationDType(dtype)) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat(field, " ", std::string(DTypeName(dtype)),
-                   ": row operations take float32, float16 and bfloat16"));
-}
-
 class CpuRowOps : public RowOps {
  public:
   CpuRowOps(const IsaTable* table, ParallelFor* parallel_for)
       : table_(*table), parallel_for_(*parallel_for) {}
 
   absl::Status GatherRows(const GatherRowsParams& params, Stream& stream) override {
-    if (const absl::Status status = CheckGather(params); !status.ok()) return status;
+    if (const absl::Status status = CheckGatherRows(params); !status.ok()) return status;
     if (params.row_indices.empty()) return absl::OkStatus();
     return stream.Enqueue([this, params]() -> absl::Status {
       RunGather(params);
@@ -37,7 +30,7 @@ class CpuRowOps : public RowOps {
   }
 
   absl::Status SumRows(const SumRowsParams& params, Stream& stream) override {
-    if (const absl::Status status = CheckSum(params); !status.ok()) return status;
+    if (const absl::Status status = CheckSumRows(params); !status.ok()) return status;
     if (params.offsets.size() == 1) return absl::OkStatus();
     return stream.Enqueue([this, params]() -> absl::Status {
       RunSum(params);
@@ -55,9 +48,6 @@ class CpuRowOps : public RowOps {
   }
 
  private:
-  static absl::Status CheckGather(const GatherRowsParams& params);
-  static absl::Status CheckSum(const SumRowsParams& params);
-  static absl::Status CheckSigmoidDot(const SigmoidDotParams& params);
   void RunGather(const GatherRowsParams& params) const;
   void RunSum(const SumRowsParams& params) const;
   void RunSigmoidDot(const SigmoidDotParams& params) const;
@@ -68,83 +58,6 @@ class CpuRowOps : public RowOps {
   const IsaTable& table_;
   ParallelFor& parallel_for_;
 };
-
-absl::Status CpuRowOps::CheckGather(const GatherRowsParams& params) {
-  if (const absl::Status status = CheckDType("dtype", params.dtype); !status.ok()) return status;
-  if (params.hidden_size < 1) {
-    return absl::InvalidArgumentError(absl::StrCat("hidden_size ", params.hidden_size));
-  }
-  const size_t num_rows = params.row_indices.size();
-  if (!params.weights.empty() && params.weights.size() != num_rows) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(params.weights.size(), " weights for ", num_rows, " rows"));
-  }
-  if (!params.destination_indices.empty() && params.destination_indices.size() != num_rows) {
-    return absl::InvalidArgumentError(absl::StrCat(params.destination_indices.size(),
-                                                   " destination_indices for ", num_rows, " rows"));
-  }
-  if (num_rows > 0 && params.output == nullptr) {
-    return absl::InvalidArgumentError("output is null");
-  }
-  int64_t num_source_rows = 0;
-  for (const RowSpan& source : params.sources) num_source_rows += source.num_rows;
-  for (const int32_t index : params.row_indices) {
-    if (index < 0 || index >= num_source_rows) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("row index ", index, " of ", num_source_rows, " source rows"));
-    }
-  }
-  for (const int64_t index : params.destination_indices) {
-    if (index < 0) return absl::InvalidArgumentError(absl::StrCat("destination index ", index));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CpuRowOps::CheckSum(const SumRowsParams& params) {
-  for (const absl::Status& status : {CheckDType("rows_dtype", params.rows_dtype),
-                                     CheckDType("output_dtype", params.output_dtype)}) {
-    if (!status.ok()) return status;
-  }
-  if (params.hidden_size < 1) {
-    return absl::InvalidArgumentError(absl::StrCat("hidden_size ", params.hidden_size));
-  }
-  if (params.offsets.empty() || params.offsets[0] < 0 ||
-      !std::is_sorted(params.offsets.begin(), params.offsets.end()) ||
-      params.offsets.back() > static_cast<int64_t>(params.row_indices.size())) {
-    return absl::InvalidArgumentError(absl::StrCat("offsets are empty, descend, or end beyond the ",
-                                                   params.row_indices.size(), " row_indices"));
-  }
-  if (!params.weights.empty() && params.weights.size() != params.row_indices.size()) {
-    return absl::InvalidArgumentError(absl::StrCat(params.weights.size(), " weights for ",
-                                                   params.row_indices.size(), " row_indices"));
-  }
-  for (const int64_t index : params.row_indices) {
-    if (index < 0) return absl::InvalidArgumentError(absl::StrCat("row index ", index));
-  }
-  if ((params.offsets.size() > 1 && params.output == nullptr) ||
-      (!params.row_indices.empty() && params.rows == nullptr)) {
-    return absl::InvalidArgumentError("rows or output is null");
-  }
-  if (params.addend_scales != nullptr && params.addend == nullptr) {
-    return absl::InvalidArgumentError("addend_scales without an addend");
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CpuRowOps::CheckSigmoidDot(const SigmoidDotParams& params) {
-  if (const absl::Status status = CheckDType("rows_dtype", params.rows_dtype); !status.ok()) {
-    return status;
-  }
-  if (params.hidden_size < 1 || params.num_rows < 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("hidden_size ", params.hidden_size, ", num_rows ", params.num_rows));
-  }
-  if (params.num_rows > 0 &&
-      (params.rows == nullptr || params.vector == nullptr || params.output == nullptr)) {
-    return absl::InvalidArgumentError("rows, vector or output is null");
-  }
-  return absl::OkStatus();
-}
 
 void CpuRowOps::RunPieces(int64_t num_rows, int64_t bytes_per_row,
                           absl::FunctionRef<void(int64_t first, int64_t last)> run) const {

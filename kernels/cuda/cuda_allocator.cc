@@ -52,6 +52,7 @@ void FreeBlock(CudaMemory memory, std::byte* block) {
 struct CudaAllocator::State {
   mutable std::mutex mutex;
   std::map<int64_t, std::vector<std::byte*>> free_blocks;  // by class
+  std::map<const std::byte*, int64_t> blocks;              // all, with their class
   CudaMemoryUsage usage;
 };
 
@@ -103,12 +104,20 @@ absl::StatusOr<Buffer> CudaAllocator::Allocate(int64_t size_bytes) {
   }
   const std::lock_guard<std::mutex> lock(state_->mutex);
   state_->usage.allocated_bytes += class_bytes;
+  state_->blocks.emplace(static_cast<std::byte*>(block), class_bytes);
   return Buffer(static_cast<std::byte*>(block), size_bytes, this);
 }
 
 CudaMemoryUsage CudaAllocator::usage() const {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   return state_->usage;
+}
+
+bool CudaAllocator::Owns(const void* data) const {
+  const std::byte* const address = static_cast<const std::byte*>(data);
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  auto next = state_->blocks.upper_bound(address);
+  return next != state_->blocks.begin() && address - (--next)->first < next->second;
 }
 
 void CudaAllocator::Free(std::byte* data, int64_t size_bytes) {
@@ -125,6 +134,9 @@ void CudaAllocator::ReleaseCached() {
     const std::lock_guard<std::mutex> lock(state_->mutex);
     released = std::exchange(state_->free_blocks, {});
     state_->usage.cached_bytes = 0;
+    for (const auto& [class_bytes, blocks] : released) {
+      for (const std::byte* block : blocks) state_->blocks.erase(block);
+    }
   }
   for (const auto& [class_bytes, blocks] : released) {
     for (std::byte* block : blocks) FreeBlock(memory_, block);

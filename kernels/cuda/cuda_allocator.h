@@ -33,6 +33,8 @@ class CudaAllocator : public Allocator {
   Device device() const override;
   absl::StatusOr<Buffer> Allocate(int64_t size_bytes) override;
   CudaMemoryUsage usage() const;
+  // Whether `data` stands in a buffer that is out, or could be.
+  bool Owns(const void* data) const;
 
  protected:
   void Free(std::byte* data, int64_t size_bytes) override;

@@ -1,7 +1,5 @@
-#include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <limits>
+#include <memory>
 #include <random>
 #include <string>
 #include <tuple>
@@ -9,7 +7,9 @@
 
 #include "absl/time/clock.h"
 #include "gtest/gtest.h"
+#include "kernels/base/host_buffer_pool.h"
 #include "kernels/cpu/cpu_kernels.h"
+#include "tests/conformance/row_ops_conformance.h"
 #include "tests/kernels/cpu/random_layer.h"
 
 namespace expertmesh {
@@ -18,15 +18,37 @@ namespace {
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
 constexpr std::byte kPoison{0xab};
 
+ParallelForOptions TwoThreads() {
+  ParallelForOptions options;
+  options.num_threads = 2;
+  return options;
+}
+
+class CpuRowOpsDevice : public RowOpsDevice {
+ public:
+  explicit CpuRowOpsDevice(CpuIsa isa) : row_ops_(NewCpuRowOps(isa, &parallel_for_).value()) {}
+  RowOps& row_ops() override { return *row_ops_; }
+  Stream& stream() override { return *stream_; }
+  Allocator& allocator() override { return memory_; }
+  Allocator& request_allocator() override { return memory_; }
+
+ private:
+  HostBufferPool memory_;
+  ParallelFor parallel_for_{TwoThreads()};
+  const std::unique_ptr<RowOps> row_ops_;
+  const std::unique_ptr<Stream> stream_ = NewInlineHostStream();
+};
+
+std::vector<RowOpsKind> CpuKinds() {
+  std::vector<RowOpsKind> kinds;
+  for (const CpuIsa isa : SupportedCpuIsas()) {
+    kinds.push_back({CpuIsaName(isa), [isa] { return std::make_unique<CpuRowOpsDevice>(isa); }});
+  }
+  return kinds;
+}
+
 class CpuRowOpsTest : public testing::TestWithParam<std::tuple<CpuIsa, DType>> {
  protected:
-  CpuRowOpsTest() {
-    ParallelForOptions options;
-    options.num_threads = 2;
-    parallel_for_ = std::make_unique<ParallelFor>(options);
-    row_ops_ = NewCpuRowOps(std::get<0>(GetParam()), parallel_for_.get()).value();
-  }
-
   void Gather(const GatherRowsParams& params) {
     const absl::Status status = row_ops_->GatherRows(params, *stream_);
     ASSERT_TRUE(status.ok()) << status;
@@ -39,295 +61,12 @@ class CpuRowOpsTest : public testing::TestWithParam<std::tuple<CpuIsa, DType>> {
   }
 
   const DType dtype_ = std::get<1>(GetParam());
-  const int64_t element_bytes_ = DTypeBytes(dtype_);
-  std::unique_ptr<ParallelFor> parallel_for_;
-  std::unique_ptr<RowOps> row_ops_;
-  std::unique_ptr<Stream> stream_ = NewInlineHostStream();
+  ParallelFor parallel_for_{TwoThreads()};
+  const std::unique_ptr<RowOps> row_ops_ =
+      NewCpuRowOps(std::get<0>(GetParam()), &parallel_for_).value();
+  const std::unique_ptr<Stream> stream_ = NewInlineHostStream();
   std::mt19937_64 random_{7};
 };
-
-// Three spans, one of them empty and one that starts at an odd address.
-TEST_P(CpuRowOpsTest, GathersFromUnalignedSpans) {
-  for (const int64_t hidden_size : {1, 15, 16, 33, 300}) {
-    SCOPED_TRACE(hidden_size);
-    const int64_t row_bytes = hidden_size * element_bytes_;
-    const std::vector<double> values = RandomValues(random_, 10 * hidden_size, 1.0, dtype_);
-    std::vector<std::byte> bytes = ToBytes(values, dtype_);
-    std::vector<std::byte> first(bytes.begin(), bytes.begin() + 3 * row_bytes);
-    std::vector<std::byte> second(static_cast<size_t>(7 * row_bytes) + 1);
-    std::copy(bytes.begin() + 3 * row_bytes, bytes.end(), second.begin() + 1);
-    const RowSpan sources[] = {{first.data(), 3}, {nullptr, 0}, {second.data() + 1, 7}};
-    const int32_t indices[] = {9, 0, 3, 2, 3, 0};
-    std::vector<std::byte> output(static_cast<size_t>(6 * row_bytes) + 1, kPoison);
-    GatherRowsParams params;
-    params.sources = sources;
-    params.hidden_size = hidden_size;
-    params.dtype = dtype_;
-    params.row_indices = indices;
-    params.output = output.data();
-    Gather(params);
-    for (int64_t i = 0; i < 6; ++i) {
-      EXPECT_EQ(std::memcmp(output.data() + i * row_bytes, bytes.data() + indices[i] * row_bytes,
-                            static_cast<size_t>(row_bytes)),
-                0);
-    }
-    EXPECT_EQ(output.back(), kPoison);
-  }
-}
-
-TEST_P(CpuRowOpsTest, GathersToDestinations) {
-  const int64_t hidden_size = 20;
-  const int64_t row_bytes = hidden_size * element_bytes_;
-  const std::vector<std::byte> bytes =
-      ToBytes(RandomValues(random_, 2 * hidden_size, 1.0, dtype_), dtype_);
-  const RowSpan source = {bytes.data(), 2};
-  const int32_t indices[] = {1, 0};
-  const int64_t destinations[] = {4, 2};
-  std::vector<std::byte> output(static_cast<size_t>(6 * row_bytes), kPoison);
-  GatherRowsParams params;
-  params.sources = absl::MakeConstSpan(&source, 1);
-  params.hidden_size = hidden_size;
-  params.dtype = dtype_;
-  params.row_indices = indices;
-  params.destination_indices = destinations;
-  params.output = output.data();
-  Gather(params);
-  const std::vector<std::byte> untouched(static_cast<size_t>(row_bytes), kPoison);
-  for (int64_t row = 0; row < 6; ++row) {
-    const std::byte* expected = untouched.data();
-    if (row == 4) expected = bytes.data() + row_bytes;
-    if (row == 2) expected = bytes.data();
-    EXPECT_EQ(std::memcmp(output.data() + row * row_bytes, expected, untouched.size()), 0) << row;
-  }
-}
-
-// round(x * round(w)), exactly: the product of two values of a 16-bit dtype is exact in float64, of
-// float32 as well.
-TEST_P(CpuRowOpsTest, GathersWeighted) {
-  for (const int64_t hidden_size : {1, 17, 64, 129}) {
-    const std::vector<double> values = RandomValues(random_, 3 * hidden_size, 1.0, dtype_);
-    const std::vector<std::byte> bytes = ToBytes(values, dtype_);
-    const RowSpan source = {bytes.data(), 3};
-    const int32_t indices[] = {2, 0, 2, 1};
-    const float weights[] = {0.3f, -1.7f, 0.0f, 1e-3f};
-    std::vector<std::byte> output(static_cast<size_t>(4 * hidden_size * element_bytes_));
-    GatherRowsParams params;
-    params.sources = absl::MakeConstSpan(&source, 1);
-    params.hidden_size = hidden_size;
-    params.dtype = dtype_;
-    params.row_indices = indices;
-    params.weights = weights;
-    params.output = output.data();
-    Gather(params);
-    for (int64_t i = 0; i < 4; ++i) {
-      const double weight = ReferenceRound(static_cast<double>(weights[i]), RoundingOf(dtype_));
-      for (int64_t j = 0; j < hidden_size; ++j) {
-        const double x = values[static_cast<size_t>(indices[i] * hidden_size + j)];
-        ASSERT_EQ(static_cast<double>(LoadFloat(output.data(), dtype_, i * hidden_size + j)),
-                  ReferenceRound(x * weight, RoundingOf(dtype_)));
-      }
-    }
-  }
-}
-
-// Float32 sums, products rounded first, in the order of the entries: exactly this, on every
-// instruction set.
-TEST_P(CpuRowOpsTest, SumsInOrder) {
-  const std::vector<int64_t> offsets = {0, 1, 1, 5, 13};
-  const std::vector<int64_t> indices = {4, 0, 1, 2, 1, 3, 3, 4, 0, 1, 2, 5, 5};
-  std::vector<float> weights;
-  std::normal_distribution<float> normal;
-  for (size_t i = 0; i < indices.size(); ++i) weights.push_back(normal(random_));
-  for (const DType output_dtype : kDTypes) {
-    for (const int64_t hidden_size : {1, 15, 16, 127, 128, 400}) {
-      for (const bool weighted : {false, true}) {
-        SCOPED_TRACE(std::string(DTypeName(output_dtype)) + " hidden " +
-                     std::to_string(hidden_size));
-        const std::vector<std::byte> rows =
-            ToBytes(RandomValues(random_, 6 * hidden_size, 1.0, dtype_), dtype_);
-        const int64_t num_output = 4 * hidden_size;
-        std::vector<std::byte> output(
-            static_cast<size_t>(num_output * DTypeBytes(output_dtype)) + 1, kPoison);
-        SumRowsParams params;
-        params.rows = rows.data();
-        params.rows_dtype = dtype_;
-        params.hidden_size = hidden_size;
-        params.offsets = offsets;
-        params.row_indices = indices;
-        if (weighted) params.weights = weights;
-        params.output = output.data();
-        params.output_dtype = output_dtype;
-        Sum(params);
-        EXPECT_EQ(output.back(), kPoison);
-        for (int64_t t = 0; t < 4; ++t) {
-          for (int64_t column = 0; column < hidden_size; ++column) {
-            volatile float sum = 0.0f;
-            for (int64_t j = offsets[static_cast<size_t>(t)];
-                 j < offsets[static_cast<size_t>(t) + 1]; ++j) {
-              const size_t entry = static_cast<size_t>(j);
-              const float x = LoadFloat(rows.data(), dtype_, indices[entry] * hidden_size + column);
-              volatile float product = weighted ? weights[entry] * x : x;
-              sum = sum + product;
-            }
-            float rounded = 0.0f;
-            StoreFloat(&rounded, output_dtype, 0, sum);
-            ASSERT_EQ(LoadFloat(output.data(), output_dtype, t * hidden_size + column),
-                      LoadFloat(&rounded, output_dtype, 0));
-          }
-        }
-      }
-    }
-  }
-}
-
-// The addend comes last, its product rounded first; a row without entries is the addend alone. A
-// row has the same bytes with others around it and alone.
-TEST_P(CpuRowOpsTest, AddsTheAddendLast) {
-  const std::vector<int64_t> offsets = {0, 2, 2, 5};
-  const std::vector<int64_t> indices = {1, 0, 2, 2, 1};
-  const std::vector<float> weights = {0.7f, -1.3f, 0.1f, 2.9f, -0.4f};
-  const std::vector<float> scales = {0.31f, 0.97f, 1e-3f};
-  for (const DType output_dtype : kDTypes) {
-    for (const int64_t hidden_size : {1, 15, 16, 128, 131, 400}) {
-      for (const bool scaled : {false, true}) {
-        SCOPED_TRACE(std::string(DTypeName(output_dtype)) + " hidden " +
-                     std::to_string(hidden_size));
-        const std::vector<std::byte> rows =
-            ToBytes(RandomValues(random_, 3 * hidden_size, 1.0, dtype_), dtype_);
-        const std::vector<double> values =
-            RandomValues(random_, 3 * hidden_size, 1.0, DType::kFloat32);
-        const std::vector<float> addend(values.begin(), values.end());
-        const int64_t output_row_bytes = hidden_size * DTypeBytes(output_dtype);
-        std::vector<std::byte> output(static_cast<size_t>(3 * output_row_bytes) + 1, kPoison);
-        SumRowsParams params;
-        params.rows = rows.data();
-        params.rows_dtype = dtype_;
-        params.hidden_size = hidden_size;
-        params.offsets = offsets;
-        params.row_indices = indices;
-        params.weights = weights;
-        params.addend = addend.data();
-        if (scaled) params.addend_scales = scales.data();
-        params.output = output.data();
-        params.output_dtype = output_dtype;
-        Sum(params);
-        EXPECT_EQ(output.back(), kPoison);
-        for (size_t t = 0; t < 3; ++t) {
-          for (int64_t column = 0; column < hidden_size; ++column) {
-            volatile float sum = 0.0f;
-            for (size_t j = static_cast<size_t>(offsets[t]);
-                 j < static_cast<size_t>(offsets[t + 1]); ++j) {
-              volatile float product =
-                  weights[j] * LoadFloat(rows.data(), dtype_, indices[j] * hidden_size + column);
-              sum = sum + product;
-            }
-            const int64_t index = static_cast<int64_t>(t) * hidden_size + column;
-            volatile float product = scaled ? scales[t] * addend[static_cast<size_t>(index)]
-                                            : addend[static_cast<size_t>(index)];
-            sum = sum + product;
-            float rounded = 0.0f;
-            StoreFloat(&rounded, output_dtype, 0, sum);
-            ASSERT_EQ(LoadFloat(output.data(), output_dtype, index),
-                      LoadFloat(&rounded, output_dtype, 0))
-                << "row " << t << " column " << column;
-          }
-        }
-        for (size_t t = 0; t < 3; ++t) {
-          std::vector<std::byte> alone(static_cast<size_t>(output_row_bytes));
-          params.offsets = absl::MakeConstSpan(offsets).subspan(t, 2);
-          params.addend = addend.data() + static_cast<int64_t>(t) * hidden_size;
-          if (scaled) params.addend_scales = scales.data() + t;
-          params.output = alone.data();
-          Sum(params);
-          EXPECT_EQ(
-              std::memcmp(alone.data(), output.data() + static_cast<int64_t>(t) * output_row_bytes,
-                          alone.size()),
-              0);
-        }
-      }
-    }
-  }
-}
-
-TEST_P(CpuRowOpsTest, SigmoidOfADotProduct) {
-  for (const int64_t hidden_size : {1, 15, 16, 33, 700}) {
-    SCOPED_TRACE(hidden_size);
-    constexpr int64_t kRows = 40;  // their logits reach beyond +-100 with the last vector
-    const std::vector<double> values = RandomValues(random_, kRows * hidden_size, 1.0, dtype_);
-    const std::vector<std::byte> rows = ToBytes(values, dtype_);
-    for (const double deviation : {0.1, 60.0}) {
-      const std::vector<double> wide =
-          RandomValues(random_, hidden_size, deviation, DType::kFloat32);
-      const std::vector<float> vector(wide.begin(), wide.end());
-      std::vector<float> output(kRows + 1, -1.0f);
-      SigmoidDotParams params;
-      params.rows = rows.data();
-      params.rows_dtype = dtype_;
-      params.num_rows = kRows;
-      params.hidden_size = hidden_size;
-      params.vector = vector.data();
-      params.output = output.data();
-      ASSERT_TRUE(row_ops_->SigmoidDot(params, *stream_).ok());
-      EXPECT_EQ(output.back(), -1.0f);
-      for (int64_t row = 0; row < kRows; ++row) {
-        double logit = 0, magnitude = 0;
-        for (int64_t j = 0; j < hidden_size; ++j) {
-          const double term =
-              wide[static_cast<size_t>(j)] * values[static_cast<size_t>(row * hidden_size + j)];
-          logit += term;
-          magnitude += std::abs(term);
-        }
-        const double expected = 1 / (1 + std::exp(-logit));
-        const double logit_error = magnitude * 0x1p-22 + 0x1p-23 * std::abs(logit);
-        const float actual = output[static_cast<size_t>(row)];
-        EXPECT_LE(std::abs(actual - expected),
-                  expected * (1 - expected) * logit_error * 1.1 + 0x1p-21 * expected + 1e-37)
-            << "row " << row << " logit " << logit;
-        params.rows = rows.data() + row * hidden_size * element_bytes_;
-        params.num_rows = 1;
-        float alone = -1.0f;
-        params.output = &alone;
-        ASSERT_TRUE(row_ops_->SigmoidDot(params, *stream_).ok());
-        EXPECT_EQ(alone, actual);
-      }
-    }
-  }
-}
-
-// Narrowing as dtype.h says, where vector instructions have their own ideas: ties, subnormals,
-// overflow, NaN.
-TEST_P(CpuRowOpsTest, RoundsAsTheScalarConversions) {
-  std::vector<float> values;
-  for (uint32_t bits = 0; bits < 0xffff0000u; bits += 0x3fffu) {
-    float value;
-    std::memcpy(&value, &bits, sizeof(value));
-    values.push_back(value);
-  }
-  const int64_t count = static_cast<int64_t>(values.size());
-  const std::vector<int64_t> offsets = {0, 1};
-  const std::vector<int64_t> indices = {0};
-  std::vector<std::byte> output(static_cast<size_t>(count * element_bytes_));
-  SumRowsParams params;
-  params.rows = reinterpret_cast<const std::byte*>(values.data());
-  params.rows_dtype = DType::kFloat32;
-  params.hidden_size = count;
-  params.offsets = offsets;
-  params.row_indices = indices;
-  params.output = output.data();
-  params.output_dtype = dtype_;
-  Sum(params);
-  for (int64_t i = 0; i < count; ++i) {
-    float rounded = 0.0f;
-    StoreFloat(&rounded, dtype_, 0, 0.0f + values[static_cast<size_t>(i)]);
-    const float expected = LoadFloat(&rounded, dtype_, 0);
-    const float actual = LoadFloat(output.data(), dtype_, i);
-    if (std::isnan(expected)) {
-      ASSERT_TRUE(std::isnan(actual));
-    } else {
-      ASSERT_EQ(actual, expected) << values[static_cast<size_t>(i)];
-    }
-  }
-}
 
 // Enough rows for both threads.
 TEST_P(CpuRowOpsTest, LargeGatherAndSum) {
@@ -366,67 +105,10 @@ TEST_P(CpuRowOpsTest, LargeGatherAndSum) {
   EXPECT_EQ(restored, rows);
 }
 
-TEST_P(CpuRowOpsTest, RefusesWhatDoesNotFit) {
-  std::vector<std::byte> memory(1000);
-  const RowSpan source = {memory.data(), 3};
-  const int32_t good_indices[] = {0, 2};
-  const int32_t bad_indices[] = {0, 3};
-  const float weights[] = {1, 1, 1};
-  GatherRowsParams gather;
-  gather.sources = absl::MakeConstSpan(&source, 1);
-  gather.hidden_size = 4;
-  gather.dtype = dtype_;
-  gather.row_indices = good_indices;
-  gather.output = memory.data();
-  const auto gather_code = [&] { return row_ops_->GatherRows(gather, *stream_).code(); };
-  EXPECT_EQ(gather_code(), absl::StatusCode::kOk);
-  gather.row_indices = bad_indices;
-  EXPECT_EQ(gather_code(), absl::StatusCode::kInvalidArgument);
-  gather.row_indices = good_indices;
-  gather.weights = weights;
-  EXPECT_EQ(gather_code(), absl::StatusCode::kInvalidArgument);
-  gather.weights = {};
-  gather.dtype = DType::kInt8;
-  EXPECT_EQ(gather_code(), absl::StatusCode::kInvalidArgument);
-
-  const int64_t offsets[] = {0, 2};
-  const int64_t indices[] = {0, 1};
-  SumRowsParams sum;
-  sum.rows = memory.data();
-  sum.rows_dtype = dtype_;
-  sum.hidden_size = 4;
-  sum.offsets = offsets;
-  sum.row_indices = indices;
-  sum.output = memory.data() + 500;
-  sum.output_dtype = dtype_;
-  const auto sum_code = [&] { return row_ops_->SumRows(sum, *stream_).code(); };
-  EXPECT_EQ(sum_code(), absl::StatusCode::kOk);
-  sum.row_indices = absl::MakeConstSpan(indices, 1);
-  EXPECT_EQ(sum_code(), absl::StatusCode::kInvalidArgument);
-  sum.row_indices = indices;
-  sum.output_dtype = DType::kInt64;
-  EXPECT_EQ(sum_code(), absl::StatusCode::kInvalidArgument);
-  sum.output_dtype = dtype_;
-  sum.addend_scales = weights;
-  EXPECT_EQ(sum_code(), absl::StatusCode::kInvalidArgument);
-
-  SigmoidDotParams dot;
-  dot.rows = memory.data();
-  dot.rows_dtype = dtype_;
-  dot.num_rows = 1;
-  dot.hidden_size = 1;
-  dot.vector = weights;
-  float result = 0.0f;
-  const auto dot_code = [&] { return row_ops_->SigmoidDot(dot, *stream_).code(); };
-  EXPECT_EQ(dot_code(), absl::StatusCode::kInvalidArgument);  // no output
-  dot.output = &result;
-  EXPECT_EQ(dot_code(), absl::StatusCode::kOk);
-  dot.num_rows = -1;
-  EXPECT_EQ(dot_code(), absl::StatusCode::kInvalidArgument);
-  dot.num_rows = 1;
-  dot.rows_dtype = DType::kInt8;
-  EXPECT_EQ(dot_code(), absl::StatusCode::kInvalidArgument);
-}
+INSTANTIATE_TEST_SUITE_P(Cpu, RowOpsConformance,
+                         testing::Combine(testing::ValuesIn(CpuKinds()),
+                                          testing::ValuesIn(kDTypes)),
+                         RowOpsConformanceName);
 
 INSTANTIATE_TEST_SUITE_P(All, CpuRowOpsTest,
                          testing::Combine(testing::ValuesIn(SupportedCpuIsas()),
