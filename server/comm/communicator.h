@@ -83,6 +83,9 @@ class Communicator {
   // buffer any more.
   virtual void Abort(const absl::Status &reason) = 0;
 
+  // The error that broke the communicator; OK while it is whole. Any thread; does not block.
+  virtual absl::Status status() const = 0;
+
   // For metrics and tests; any thread; since construction, [ep_size], own rank 0.
   // Payload bytes sent to each rank.
   virtual std::vector<int64_t> bytes_sent() const = 0;

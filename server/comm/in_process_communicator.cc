@@ -73,6 +73,8 @@ class InProcessCommunicator : public Communicator {
         absl::StrCat("rank ", ep_rank_, " aborted the communicator: ", reason.ToString())));
   }
 
+  absl::Status status() const override { return exchange_->broken(); }
+
   std::vector<int64_t> bytes_sent() const override {
     return exchange_->traffic(ep_rank_).bytes_sent();
   }

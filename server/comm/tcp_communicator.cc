@@ -78,6 +78,8 @@ class TcpCommunicator : public Communicator {
         absl::StrCat("rank ", ep_rank(), " aborted the communicator: ", reason.ToString())));
   }
 
+  absl::Status status() const override { return exchange_->broken(); }
+
   std::vector<int64_t> bytes_sent() const override { return exchange_->traffic().bytes_sent(); }
   std::vector<int64_t> wait_nanos() const override { return exchange_->traffic().wait_nanos(); }
 

@@ -113,6 +113,7 @@ class JournalCommunicator : public Communicator {
   }
   void CloseOrder(int64_t order) override { real_->CloseOrder(order); }
   void Abort(const absl::Status& reason) override { real_->Abort(reason); }
+  absl::Status status() const override { return real_->status(); }
   decltype(std::declval<const Communicator&>().bytes_sent()) bytes_sent() const override {
     return real_->bytes_sent();
   }
