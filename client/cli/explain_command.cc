@@ -1,6 +1,7 @@
 #include <cstdio>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/flags/declare.h"
 #include "absl/flags/flag.h"
@@ -14,6 +15,7 @@
 #include "client/cli/flag_error.h"
 #include "client/cli/forward_job.h"
 #include "client/cli/json_output.h"
+#include "client/cli/text_table.h"
 
 ABSL_DECLARE_FLAG(std::string, model);
 ABSL_FLAG(int, max_tokens, 8, "tokens to show one by one");
@@ -21,22 +23,42 @@ ABSL_FLAG(int, max_tokens, 8, "tokens to show one by one");
 namespace expertmesh {
 namespace {
 
+bool IsDirect(const v1::ExplainResponse& answer) {
+  return answer.strategy() == v1::DISPATCH_MODE_DIRECT;
+}
+
+// With `direct` nothing goes between ranks, and no rank is any token's source.
 void PrintRanks(const v1::ExplainResponse& answer) {
-  printf("\n  %-6s %8s %12s %15s %14s %14s  %s\n", "rank", "tokens", "expert rows",
-         "active experts", "dispatch B", "combine B", "rows sent to rank 0, 1, ...");
-  for (const v1::ExplainedRank& rank : answer.ranks()) {
-    printf("  %-6d %8lld %12lld %15d %14lld %14lld  %s\n", rank.ep_rank(),
-           static_cast<long long>(rank.num_source_tokens()),
-           static_cast<long long>(rank.num_expert_rows()), rank.num_active_experts(),
-           static_cast<long long>(rank.dispatch_bytes()),
-           static_cast<long long>(rank.combine_bytes()),
-           absl::StrJoin(rank.send_counts(), ", ").c_str());
+  std::vector<TextTable::Column> columns = {{"rank", ColumnAlign::kRight},
+                                            {"expert rows", ColumnAlign::kRight},
+                                            {"active experts", ColumnAlign::kRight}};
+  if (!IsDirect(answer)) {
+    columns.insert(columns.end(), {{"source of tokens", ColumnAlign::kRight},
+                                   {"bytes out", ColumnAlign::kRight},
+                                   {"bytes back", ColumnAlign::kRight},
+                                   {"rows to rank 0, 1, ..."}});
   }
+  TextTable table(columns);
+  for (const v1::ExplainedRank& rank : answer.ranks()) {
+    std::vector<std::string> cells = {absl::StrCat(rank.ep_rank()),
+                                      absl::StrCat(rank.num_expert_rows()),
+                                      absl::StrCat(rank.num_active_experts())};
+    if (!IsDirect(answer)) {
+      cells.insert(cells.end(),
+                   {absl::StrCat(rank.num_source_tokens()), absl::StrCat(rank.dispatch_bytes()),
+                    absl::StrCat(rank.combine_bytes()), absl::StrJoin(rank.send_counts(), ", ")});
+    }
+    table.AddRow(std::move(cells));
+  }
+  printf("\n%s", table.Text().c_str());
 }
 
 void PrintTokens(const v1::ExplainResponse& answer) {
   if (answer.tokens().empty()) return;
-  printf("\n  %-6s %5s %7s  %s\n", "token", "step", "source", "expert x weight @ owner rank");
+  TextTable table({{"token", ColumnAlign::kRight},
+                   {"step", ColumnAlign::kRight},
+                   {IsDirect(answer) ? "source" : "source rank"},
+                   {"expert x weight @ owner rank"}});
   for (const v1::ExplainedToken& token : answer.tokens()) {
     const std::string experts = absl::StrJoin(
         token.experts(), "  ", [](std::string* out, const v1::ExplainedExpert& expert) {
@@ -47,24 +69,41 @@ void PrintTokens(const v1::ExplainResponse& answer) {
                                   expert.owner_rank());
           }
         });
-    printf("  %-6lld %5d %7d  %s\n", static_cast<long long>(token.token()), token.step(),
-           token.source_rank(), experts.c_str());
+    table.AddRow({absl::StrCat(token.token()), absl::StrCat(token.step()),
+                  token.source_rank() < 0 ? "control plane" : absl::StrCat(token.source_rank()),
+                  experts});
+  }
+  printf("\n%s", table.Text().c_str());
+  if (answer.num_tokens() > answer.tokens_size()) {
+    printf("  ... and %lld more tokens (--max_tokens)\n",
+           static_cast<long long>(answer.num_tokens() - answer.tokens_size()));
   }
 }
 
 void PrintExplanation(const v1::ExplainResponse& answer) {
   const std::string strategy = absl::AsciiStrToLower(
       absl::StripPrefix(v1::DispatchMode_Name(answer.strategy()), "DISPATCH_MODE_"));
-  printf("%s layer %d: %lld tokens, top-%d, %d step%s over %d rank%s (epoch %llu)\n",
-         answer.model().c_str(), answer.layer(), static_cast<long long>(answer.num_tokens()),
-         answer.topk(), answer.num_steps(), answer.num_steps() == 1 ? "" : "s", answer.ep_size(),
-         answer.ep_size() == 1 ? "" : "s", static_cast<unsigned long long>(answer.epoch()));
+  printf(
+      "%s layer %d: %lld tokens, top-%d, %d step%s over %d rank%s (%s)\n", answer.model().c_str(),
+      answer.layer(), static_cast<long long>(answer.num_tokens()), answer.topk(),
+      answer.num_steps(), answer.num_steps() == 1 ? "" : "s", answer.ep_size(),
+      answer.ep_size() == 1 ? "" : "s",
+      (answer.epoch() == 0 ? "no epoch stands" : absl::StrCat("epoch ", answer.epoch())).c_str());
   printf("  strategy      %s: %s\n", strategy.c_str(), answer.strategy_reason().c_str());
-  printf("  on the wire   %lld bytes out, %lld back\n",
-         static_cast<long long>(answer.dispatch_bytes()),
-         static_cast<long long>(answer.combine_bytes()));
-  printf("  work          %.3g GFLOP, most on one rank / mean %.2f\n",
-         static_cast<double>(answer.estimated_flops()) * 1e-9, answer.load_imbalance());
+  if (IsDirect(answer)) {
+    puts(
+        "  between ranks nothing: the control plane sends each rank its rows and sums what comes "
+        "back");
+  } else {
+    printf("  between ranks %lld bytes out, %lld back\n",
+           static_cast<long long>(answer.dispatch_bytes()),
+           static_cast<long long>(answer.combine_bytes()));
+  }
+  printf("  work          %.3g GFLOP", static_cast<double>(answer.estimated_flops()) * 1e-9);
+  if (answer.ep_size() > 1 && answer.load_imbalance() > 0) {
+    printf(", the busiest rank has %.2f times the mean of rows", answer.load_imbalance());
+  }
+  puts("");
   for (const std::string& warning : answer.warnings())
     printf("  note          %s\n", warning.c_str());
   PrintRanks(answer);

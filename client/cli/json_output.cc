@@ -13,7 +13,7 @@ namespace expertmesh {
 
 bool JsonWanted() { return absl::GetFlag(FLAGS_json); }
 
-absl::Status PrintJson(const google::protobuf::Message& message) {
+absl::StatusOr<std::string> JsonText(const google::protobuf::Message& message) {
   google::protobuf::util::JsonPrintOptions options;
   options.add_whitespace = true;
   options.preserve_proto_field_names = true;
@@ -22,8 +22,13 @@ absl::Status PrintJson(const google::protobuf::Message& message) {
       !status.ok()) {
     return absl::InternalError(status.ToString());
   }
-  fputs(text.c_str(), stdout);
-  return absl::OkStatus();
+  return text;
+}
+
+absl::Status PrintJson(const google::protobuf::Message& message) {
+  const absl::StatusOr<std::string> text = JsonText(message);
+  if (text.ok()) fputs(text->c_str(), stdout);
+  return text.status();
 }
 
 }  // namespace expertmesh

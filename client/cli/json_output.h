@@ -3,14 +3,18 @@
 
 #include <google/protobuf/message.h>
 
-#include "absl/status/status.h"
+#include <string>
+
+#include "absl/status/statusor.h"
 
 namespace expertmesh {
 
 // --json was given.
 bool JsonWanted();
 
-// One JSON object and a newline to stdout.
+// One JSON object and a newline.
+absl::StatusOr<std::string> JsonText(const google::protobuf::Message& message);
+// The same to stdout.
 absl::Status PrintJson(const google::protobuf::Message& message);
 
 }  // namespace expertmesh

@@ -1,19 +1,20 @@
-#include <algorithm>
+#include <unistd.h>
+
 #include <cstdio>
 #include <memory>
 #include <string>
 
 #include "absl/flags/flag.h"
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
-#include "absl/strings/strip.h"
+#include "absl/strings/str_replace.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "client/cli/command.h"
 #include "client/cli/connection_flags.h"
+#include "client/cli/error_advice.h"
 #include "client/cli/flag_error.h"
 #include "client/cli/json_output.h"
+#include "client/cli/status_text.h"
 
 ABSL_FLAG(absl::Duration, watch, absl::ZeroDuration(),
           "status: print again every so often, e.g. 500ms or 2s, until Ctrl-C");
@@ -21,75 +22,49 @@ ABSL_FLAG(absl::Duration, watch, absl::ZeroDuration(),
 namespace expertmesh {
 namespace {
 
-std::string Bytes(int64_t bytes) {
-  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-  double value = static_cast<double>(bytes);
-  size_t unit = 0;
-  for (; value >= 1024 && unit + 1 < std::size(units); ++unit) value /= 1024;
-  return absl::StrFormat(unit == 0 ? "%.0f %s" : "%.1f %s", value, units[unit]);
-}
+// Draws one frame after another: over the one before on a terminal, below it elsewhere.
+class Frames {
+ public:
+  explicit Frames(absl::Duration interval)
+      : is_watching_(interval > absl::ZeroDuration()),
+        is_terminal_(isatty(STDOUT_FILENO) != 0),
+        title_(absl::StrCat("every ", absl::FormatDuration(interval), " until Ctrl-C, ")) {}
 
-std::string Age(int64_t micros) {
-  return absl::FormatDuration(absl::Trunc(absl::Microseconds(micros), absl::Milliseconds(1)));
-}
-
-std::string Memory(const v1::RankStatus& rank) {
-  if (rank.memory_used_bytes() == 0) return "-";
-  if (rank.memory_limit_bytes() == 0) return Bytes(rank.memory_used_bytes());
-  return absl::StrCat(Bytes(rank.memory_used_bytes()), " / ", Bytes(rank.memory_limit_bytes()));
-}
-
-std::string State(const v1::RankStatus& rank) {
-  std::string state =
-      absl::AsciiStrToLower(absl::StripPrefix(v1::RankState_Name(rank.state()), "RANK_STATE_"));
-  if (rank.state() == v1::RANK_STATE_LOADING) {
-    absl::StrAppendFormat(&state, " %.0f%%", 100 * rank.load_progress());
+  void Show(const std::string& text) {
+    std::string frame;
+    if (is_watching_) {
+      const std::string now = absl::FormatTime("%H:%M:%S", absl::Now(), absl::LocalTimeZone());
+      // Home, each line's rest and all that is below erased: nothing flickers.
+      frame = is_terminal_ ? absl::StrCat("\033[H", title_, now, "\n\n", text)
+                           : absl::StrCat(is_first_ ? "" : "\n", "---- ", now, "\n", text);
+      if (is_terminal_) {
+        frame = absl::StrCat(is_first_ ? "\033[2J" : "",
+                             absl::StrReplaceAll(frame, {{"\n", "\033[K\n"}}), "\033[J");
+      }
+    } else {
+      frame = text;
+    }
+    is_first_ = false;
+    fwrite(frame.data(), 1, frame.size(), stdout);
+    fflush(stdout);
   }
-  return state;
-}
 
-void PrintRanks(const v1::GetStatusResponse& status) {
-  printf("\n  %-5s %-15s %-22s %8s %10s %21s %10s %10s %12s  %s\n", "rank", "state", "address",
-         "experts", "weights", "memory", "heartbeat", "steps", "expert rows", "kernels");
-  for (const v1::RankStatus& rank : status.ranks()) {
-    printf("  %-5d %-15s %-22s %8lld %10s %21s %10s %10llu %12llu  %s%s%s\n", rank.ep_rank(),
-           State(rank).c_str(), rank.address().c_str(), static_cast<long long>(rank.num_experts()),
-           Bytes(rank.weight_bytes()).c_str(), Memory(rank).c_str(),
-           rank.heartbeat_age_micros() == 0 ? "-" : Age(rank.heartbeat_age_micros()).c_str(),
-           static_cast<unsigned long long>(rank.num_steps()),
-           static_cast<unsigned long long>(rank.num_expert_rows()), rank.instruction_set().c_str(),
-           rank.detail().empty() || rank.instruction_set().empty() ? "" : ": ",
-           rank.detail().c_str());
-  }
-}
+ private:
+  const bool is_watching_;
+  const bool is_terminal_;
+  const std::string title_;
+  bool is_first_ = true;
+};
 
-void PrintStatus(const v1::GetStatusResponse& status) {
-  const v1::QueueStatus& queue = status.queue();
-  printf("%s: %s%s%s\n", status.model().empty() ? "(no model)" : status.model().c_str(),
-         status.draining() ? "draining" : (status.ready() ? "ready" : "not ready"),
-         status.detail().empty() ? "" : ", ", status.detail().c_str());
-  printf("  epoch         %llu for %s, incarnation %016llx, up %s, version %s\n",
-         static_cast<unsigned long long>(status.epoch()), Age(status.epoch_age_micros()).c_str(),
-         static_cast<unsigned long long>(status.incarnation()), Age(status.uptime_micros()).c_str(),
-         status.version().c_str());
-  printf("  calls         %llu answered, %llu failed\n",
-         static_cast<unsigned long long>(status.num_requests_ok()),
-         static_cast<unsigned long long>(status.num_requests_failed()));
-  printf("  steps         %llu done, %llu replayed, %d in flight on %d lane%s\n",
-         static_cast<unsigned long long>(status.num_steps()),
-         static_cast<unsigned long long>(status.num_replays()), queue.num_steps_in_flight(),
-         status.num_lanes(), status.num_lanes() == 1 ? "" : "s");
-  printf("  queue         %lld calls, %lld of %lld tokens, %s of %s%s\n",
-         static_cast<long long>(queue.num_requests()), static_cast<long long>(queue.num_tokens()),
-         static_cast<long long>(queue.max_tokens()), Bytes(queue.num_bytes()).c_str(),
-         Bytes(queue.max_bytes()).c_str(),
-         queue.oldest_age_micros() == 0
-             ? ""
-             : absl::StrCat(", oldest ", Age(queue.oldest_age_micros())).c_str());
-  if (status.load_imbalance() > 0) {
-    printf("  balance       most rows on one rank / mean: %.2f\n", status.load_imbalance());
+absl::StatusOr<std::string> StatusOrJsonText(ExpertClient& client) {
+  const absl::StatusOr<v1::GetStatusResponse> status = client.GetStatus(CallOptionsFromFlags());
+  // A server of ours that does not serve AdminService, or something else.
+  if (absl::IsUnimplemented(status.status()) && client.ListModels(CallOptionsFromFlags()).ok()) {
+    return absl::FailedPreconditionError(
+        "the server at this address tells its status only if it is started with --allow_admin");
   }
-  PrintRanks(status);
+  if (!status.ok()) return status.status();
+  return JsonWanted() ? JsonText(*status) : StatusText(*status);
 }
 
 absl::Status Run() {
@@ -100,23 +75,21 @@ absl::Status Run() {
   }
   absl::StatusOr<std::unique_ptr<ExpertClient>> client = ClientFromFlags();
   if (!client.ok()) return client.status();
-  while (true) {
-    const absl::StatusOr<v1::GetStatusResponse> status =
-        (*client)->GetStatus(CallOptionsFromFlags());
-    // A server of ours that does not serve AdminService, or something else.
-    if (absl::IsUnimplemented(status.status()) &&
-        (*client)->ListModels(CallOptionsFromFlags()).ok()) {
-      return absl::FailedPreconditionError(
-          "the server at this address tells its status only if it is started with --allow_admin");
-    }
-    if (!status.ok()) return status.status();
-    if (JsonWanted()) {
-      if (absl::Status printed = PrintJson(*status); !printed.ok()) return printed;
+  // JSON is for programs.
+  Frames frames(JsonWanted() ? absl::ZeroDuration() : interval);
+  for (bool is_first = true;; is_first = false) {
+    const absl::StatusOr<std::string> text = StatusOrJsonText(**client);
+    if (text.ok()) {
+      frames.Show(*text);
+    } else if (is_first || interval <= absl::ZeroDuration()) {
+      return text.status();
+    } else if (JsonWanted()) {
+      fprintf(stderr, "%s\n", ErrorWithAdvice(text.status()).c_str());
     } else {
-      PrintStatus(*status);
+      // A control plane that is restarted is part of what one watches.
+      frames.Show(ErrorWithAdvice(text.status()) + "\n");
     }
     if (interval <= absl::ZeroDuration()) return absl::OkStatus();
-    fflush(stdout);
     absl::SleepFor(interval);
   }
 }

@@ -158,9 +158,11 @@ void FillMemberStatus(absl::Span<const MemberView> members, v1::GetStatusRespons
     if (member.state == MemberState::kMissing) {
       out->set_detail("no expert server with this number has joined");
     } else if (member.state == MemberState::kLost) {
-      out->set_detail(
-          absl::StrCat(absl::FormatDuration(absl::Trunc(member.lost_age, absl::Milliseconds(100))),
-                       " ago: ", member.lost_why));
+      const absl::Duration age = absl::Trunc(member.lost_age, absl::Milliseconds(100));
+      out->set_detail(absl::StrCat(member.lost_why,
+                                   age == absl::ZeroDuration()
+                                       ? " just now"
+                                       : absl::StrCat(" ", absl::FormatDuration(age), " ago")));
     } else if (member.state == MemberState::kForming) {
       out->set_detail("forming an epoch");
     }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "server/control/route_call.h"
 #include "server/ops/call_error.h"
 #include "server/planning/step_plan.h"
@@ -19,6 +20,8 @@ constexpr int32_t kDefaultTokens = 16;
 constexpr int32_t kMostTokens = 4096;
 // As many (token, k) as fit a message that people still read.
 constexpr int32_t kMostPairs = 65536;
+// Rows per rank or expert at which unevenness is no accident.
+constexpr int64_t kManyRows = 16;
 
 void DescribeToken(const RoutingSegment& segment, const Placement& placement, int64_t token,
                    v1::ExplainedToken* out) {
@@ -130,17 +133,26 @@ class Explanation {
 
 void AddWarnings(const ValidForward& forward, v1::ExplainResponse* response) {
   const ForwardCall& call = *forward.call;
+  if (response->epoch() == 0) {
+    response->add_warnings(
+        "no epoch stands: not all ranks are there; a call waits for them until its deadline, then "
+        "it runs as told here");
+  }
   if (response->num_steps() > 1) {
     response->add_warnings(
         absl::StrCat("the request is split over ", response->num_steps(), " steps"));
   }
-  if (response->load_imbalance() > 1.5 && response->ep_size() > 1) {
-    response->add_warnings(absl::StrCat("the busiest rank computes ", response->load_imbalance(),
-                                        " times the mean number of rows"));
+  // Few rows are never even, and leave experts without one: nobody's fault, so nothing to tell.
+  const int64_t num_pairs = std::accumulate(response->tokens_per_expert().begin(),
+                                            response->tokens_per_expert().end(), int64_t{0});
+  if (response->load_imbalance() > 1.5 && num_pairs >= kManyRows * response->ep_size()) {
+    response->add_warnings(
+        absl::StrFormat("the busiest rank computes %.2f times the mean number of rows",
+                        response->load_imbalance()));
   }
   const int64_t idle =
       std::count(response->tokens_per_expert().begin(), response->tokens_per_expert().end(), 0);
-  if (idle > 0) {
+  if (idle > 0 && num_pairs >= kManyRows * call.layer->num_experts) {
     response->add_warnings(
         absl::StrCat(idle, " of ", call.layer->num_experts, " experts get no row"));
   }

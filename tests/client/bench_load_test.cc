@@ -83,7 +83,7 @@ TEST(BenchLoadTest, RefusesWhatTheModelDoesNotHave) {
   options.tokens_per_call = 0;
   EXPECT_EQ(MakeBenchLoad(Model(), options).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(RoutingSkewFromName("flat").status().message(),
-            "--skew=flat; known: uniform, zipf, one_hot");
+            "--skew is 'flat'; it takes uniform, zipf or one_hot");
 }
 
 }  // namespace

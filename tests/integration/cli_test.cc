@@ -110,6 +110,21 @@ TEST_F(CliTest, ExplainRunsNothing) {
   EXPECT_EQ(server_->Metric("expertmesh_steps_total"), 0);
 }
 
+TEST_F(CliTest, ExplainOfDirectShowsWhoSendsAndNoRankNumberThatIsNone) {
+  server_ = ServerUnderTest::Start(
+      {.checkpoint = checkpoint_, .args = {"--local_ranks=2", "--dispatch=direct"}});
+  ASSERT_NE(server_, nullptr);
+  const FinishedProcess explain =
+      Cli({"explain", "--tokens=6", absl::StrCat("--target=", server_->address())});
+  ASSERT_EQ(explain.exit_code, 0) << explain.err;
+  EXPECT_TRUE(Has(explain.out, "between ranks nothing: the control plane sends")) << explain.out;
+  EXPECT_TRUE(Has(explain.out, "      0     0  control plane  ")) << explain.out;
+  EXPECT_FALSE(Has(explain.out, "-1")) << explain.out;
+  EXPECT_FALSE(Has(explain.out, "bytes out")) << explain.out;
+  // 18 rows are nothing to be surprised at.
+  EXPECT_FALSE(Has(explain.out, "note")) << explain.out;
+}
+
 TEST_F(CliTest, BenchCountsWhatTheServerCounts) {
   const FinishedProcess bench =
       Cli({"bench", "--tokens=3", "--concurrency=4", "--warmup=0s", "--duration=1s", "--samples=8",

@@ -329,6 +329,13 @@ TEST(RankStatusTest, OneInstructionSetPerGroup) {
 
   ASSERT_TRUE(cluster->rank(1).Kill().ok());
   WaitForState(control, 1, v1::RANK_STATE_LOST);
+  v1::ExplainRequest explain;
+  *explain.mutable_request() = request;
+  const auto explained = control.Explain(explain);
+  ASSERT_TRUE(explained.ok()) << explained.status();
+  EXPECT_EQ(explained->epoch(), 0u);
+  EXPECT_THAT(explained->warnings(), testing::Contains(HasSubstr("no epoch stands")));
+
   const auto other = cluster->StartExpertServer(
       {absl::StrCat("--checkpoint=", kCheckpoint), "--ep_rank=1", "--ep_size=2", "--threads=1"});
   ASSERT_NE(other, nullptr);
