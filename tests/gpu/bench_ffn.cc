@@ -1,0 +1,193 @@
+#include "tests/gpu/bench_ffn.h"
+
+#include <cstdio>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/gpu/device_memory.h"
+#include "tests/gpu/device_timer.h"
+#include "tests/gpu/expert_ffn.h"
+#include "tests/gpu/random_pattern.h"
+
+namespace expertmesh {
+namespace {
+
+// Relative errors: float32 sums; Hopper's float8 sums of 13 bits; an intermediate row rounded to
+// bfloat16, or to bfloat16 and then float8.
+constexpr double kSumError = 1e-4;
+constexpr double kFloat8SumError = 3e-3;
+constexpr double kFfnError = 1e-2;
+constexpr double kFloat8FfnError = 6e-2;
+
+constexpr double kFfnTarget = 0.65;
+constexpr double kDecodeTarget = 0.80;
+constexpr double kFloat8Target = 1.7;
+
+std::vector<int64_t> EvenOffsets(int64_t num_experts, int64_t rows_per_expert) {
+  std::vector<int64_t> offsets;
+  for (int64_t e = 0; e <= num_experts; ++e) offsets.push_back(e * rows_per_expert);
+  return offsets;
+}
+
+// Every token picks `topk` different experts, each with the same probability.
+std::vector<int64_t> RoutedOffsets(int64_t num_experts, int64_t num_tokens, int64_t topk) {
+  std::mt19937_64 random(61);
+  std::vector<int64_t> counts(static_cast<size_t>(num_experts), 0);
+  std::vector<size_t> experts(counts.size());
+  for (size_t e = 0; e < experts.size(); ++e) experts[e] = e;
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    for (size_t k = 0; k < static_cast<size_t>(topk); ++k) {
+      std::uniform_int_distribution<size_t> uniform(k, experts.size() - 1);
+      std::swap(experts[k], experts[uniform(random)]);
+      ++counts[experts[k]];
+    }
+  }
+  std::vector<int64_t> offsets = {0};
+  for (const int64_t count : counts) offsets.push_back(offsets.back() + count);
+  return offsets;
+}
+
+struct FfnCase {
+  std::string name;
+  int64_t hidden_size = 0;
+  int64_t intermediate_size = 0;
+  std::vector<int64_t> expert_offsets;
+  bool is_decode = false;  // held to bandwidth rather than to the matmul
+  double target = 0;       // of the bfloat16 FFN against the matmul
+};
+
+Result FlopResult(const BenchContext& context, const std::string& name, double flop,
+                  double seconds) {
+  return {.name = name,
+          .value = flop / seconds * 1e-12,
+          .unit = "TFLOP/s",
+          .limit = context.matmul_tflops,
+          .limit_name = kMatmulLimit};
+}
+
+Result ByteResult(const BenchContext& context, const std::string& name, double bytes,
+                  double seconds) {
+  return {.name = name,
+          .value = bytes / seconds * 1e-9,
+          .unit = "GB/s",
+          .limit = context.copy_gb_per_second,
+          .limit_name = kCopyLimit};
+}
+
+void AddChecked(const BenchContext& context, Result result, double error, double bound) {
+  result.check = "sampled outputs, relative error " + std::to_string(error);
+  result.is_right = error < bound;
+  context.table->Add(result);
+}
+
+// Returns the seconds of the whole FFN.
+double BenchOne(const BenchContext& context, const FfnCase& c, DType dtype) {
+  const bool is_float8 = dtype == DType::kFloat8E4M3;
+  const std::string name = c.name + (is_float8 ? " fp8" : " bf16");
+  ExpertFfn ffn({dtype, c.hidden_size, c.intermediate_size, c.expert_offsets});
+  const auto result = [&](const std::string& part, double flop, double bytes, double seconds) {
+    return c.is_decode ? ByteResult(context, name + " " + part, bytes, seconds)
+                       : FlopResult(context, name + " " + part, flop, seconds);
+  };
+  const double gate_up =
+      SecondsPerLaunch(context.stream, [&] { return ffn.LaunchGateUp(context.stream); });
+  Result gemm = result("gate_up", ffn.gate_up_flop(), ffn.gate_up_bytes(), gate_up);
+  if (c.is_decode) gemm.target = kDecodeTarget;
+  AddChecked(context, gemm, ffn.GateUpError(), is_float8 ? kFloat8SumError : kSumError);
+  const double all =
+      SecondsPerLaunch(context.stream, [&] { return ffn.LaunchAll(context.stream); });
+  Result whole = result("FFN", ffn.gate_up_flop() + ffn.down_flop(),
+                        ffn.gate_up_bytes() + ffn.down_bytes(), all);
+  if (c.is_decode) whole.target = kDecodeTarget;
+  if (!c.is_decode && !is_float8) whole.target = c.target;
+  AddChecked(context, whole, ffn.OutputError(), is_float8 ? kFloat8FfnError : kFfnError);
+  if (context.cublas != nullptr && !is_float8) {
+    const double loop = SecondsPerLaunch(
+        context.stream, [&] { return ffn.LaunchCublasLoop(context.cublas, true, context.stream); });
+    context.table->Add({.name = name + " FFN, speed beside a loop of cuBLAS",
+                        .value = loop / all,
+                        .unit = "x",
+                        .limit = 1.0,
+                        .limit_name = "cuBLAS, call by call",
+                        .target = 1.0});
+  }
+  return all;
+}
+
+void BenchCase(const BenchContext& context, const FfnCase& c) {
+  const double bf16 = BenchOne(context, c, DType::kBFloat16);
+  const double fp8 = BenchOne(context, c, DType::kFloat8E4M3);
+  Result ratio = {.name = c.name + " FFN, fp8 beside bf16", .value = bf16 / fp8, .unit = "x"};
+  if (!c.is_decode) {
+    ratio.limit = 1.0;
+    ratio.limit_name = "bf16";
+    ratio.target = kFloat8Target;
+  }
+  context.table->Add(ratio);
+}
+
+// What ChooseGemmTile chose from: the figures to change it by.
+void BenchTiles(const BenchContext& context, DType dtype, int64_t rows_per_expert) {
+  const bool is_float8 = dtype == DType::kFloat8E4M3;
+  ExpertFfn ffn({dtype, 7168, 2048, EvenOffsets(32, rows_per_expert)});
+  for (const GemmTile tile :
+       {GemmTile::kRows16, GemmTile::kRows64, GemmTile::kRows128, GemmTile::kRows256}) {
+    if (is_float8 && tile == GemmTile::kRows256) continue;
+    ffn.set_tile(tile);
+    const double seconds =
+        SecondsPerLaunch(context.stream, [&] { return ffn.LaunchGateUp(context.stream); });
+    const std::string name = "tile of " + std::to_string(GemmTileRows(tile)) +
+                             " rows, E=32 rows=" + std::to_string(rows_per_expert) +
+                             (is_float8 ? " fp8 gate_up" : " bf16 gate_up");
+    AddChecked(context,
+               rows_per_expert <= 64 ? ByteResult(context, name, ffn.gate_up_bytes(), seconds)
+                                     : FlopResult(context, name, ffn.gate_up_flop(), seconds),
+               ffn.GateUpError(), is_float8 ? kFloat8SumError : kSumError);
+  }
+}
+
+}  // namespace
+
+void BenchMatmul(BenchContext* context) {
+  if (context->cublas == nullptr) return;
+  constexpr int64_t kSize = 8192;
+  const RandomPattern pattern(DType::kBFloat16, 1.0, 71);
+  const DeviceMemory rows(kSize * kSize * 2);
+  const DeviceMemory weights(kSize * kSize * 2);
+  const DeviceMemory output(kSize * kSize * 2);
+  pattern.Fill(rows.data(), kSize * kSize);
+  pattern.Fill(weights.data(), kSize * kSize);
+  const double seconds = SecondsPerLaunch(context->stream, [&] {
+    return context->cublas->Multiply(rows.data(), weights.data(), output.data(), kSize, kSize,
+                                     kSize, context->stream)
+               ? cudaSuccess
+               : cudaErrorUnknown;
+  });
+  context->matmul_tflops = 2.0 * kSize * kSize * kSize / seconds * 1e-12;
+  context->table->Add({.name = "cuBLAS bf16 matmul 8192 x 8192 x 8192",
+                       .value = context->matmul_tflops,
+                       .unit = "TFLOP/s"});
+}
+
+void BenchFfn(const BenchContext& context) {
+  constexpr int64_t kTokens = 32768;
+  BenchCase(context, {"I=1024 E=128 k=8 H=4096 T=32768", 4096, 1024, RoutedOffsets(128, kTokens, 8),
+                      false, kFfnTarget});
+  BenchCase(context, {"I=2048 E=64 k=4 H=4096 T=32768", 4096, 2048, RoutedOffsets(64, kTokens, 4),
+                      false, 0});
+  BenchCase(context, {"I=256 E=256 k=16 H=4096 T=32768", 4096, 256, RoutedOffsets(256, kTokens, 16),
+                      false, 0});
+  for (const int64_t rows : {1, 16, 64, 128}) {
+    BenchCase(context, {"DeepSeek-V3 rank E=32 rows=" + std::to_string(rows), 7168, 2048,
+                        EvenOffsets(32, rows), rows <= 16, 0});
+  }
+  // 8,192 tokens of the group, whose 8 of 256 experts each are this rank's 32 once in eight.
+  BenchCase(context,
+            {"DeepSeek-V3 rank E=32 T=8192", 7168, 2048, RoutedOffsets(32, 8192, 1), false, 0});
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat8E4M3}) {
+    for (const int64_t rows : {1, 32, 256, 2048}) BenchTiles(context, dtype, rows);
+  }
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,79 @@
+#ifndef EXPERTMESH_TESTS_GPU_EXPERT_FFN_H_
+#define EXPERTMESH_TESTS_GPU_EXPERT_FFN_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "kernels/cuda/grouped_gemm.h"
+#include "tests/gpu/bench_context.h"
+#include "tests/gpu/device_memory.h"
+#include "tests/gpu/random_pattern.h"
+
+namespace expertmesh {
+
+struct FfnShape {
+  DType dtype = DType::kInvalid;  // of rows and weights: bfloat16 or float8_e4m3
+  int64_t hidden_size = 0;
+  int64_t intermediate_size = 0;
+  std::vector<int64_t> expert_offsets;  // [num_experts + 1]
+};
+
+// The FFN of random experts on random rows, kernel by kernel, on one stream. One at a time.
+class ExpertFfn {
+ public:
+  explicit ExpertFfn(const FfnShape& shape);
+
+  // Each enqueues and returns the launch's error. LaunchAll is what they make up, in their order.
+  cudaError_t LaunchGateUp(cudaStream_t stream);
+  cudaError_t LaunchActivation(cudaStream_t stream);
+  cudaError_t LaunchDown(cudaStream_t stream);
+  cudaError_t LaunchAll(cudaStream_t stream);
+  // The two products as one cuBLAS call per expert with rows, bfloat16 alone.
+  cudaError_t LaunchCublasLoop(CublasLibrary* cublas, bool with_activation, cudaStream_t stream);
+
+  // Of sampled outputs, which must have been computed and waited for, against float64 on the host.
+  double GateUpError() const;
+  double OutputError() const;
+
+  void set_tile(std::optional<GemmTile> tile) { tile_ = tile; }
+  int32_t num_experts() const { return static_cast<int32_t>(shape_.expert_offsets.size()) - 1; }
+  int64_t num_rows() const { return shape_.expert_offsets.back(); }
+  int64_t num_active_experts() const;
+  // Operations of the products: a multiplication and an addition each.
+  double gate_up_flop() const;
+  double down_flop() const;
+  // What each product must read and write at least.
+  double gate_up_bytes() const;
+  double down_bytes() const;
+
+ private:
+  bool is_float8() const { return shape_.dtype == DType::kFloat8E4M3; }
+  CudaGroupedGemmParams Gemm(int64_t n, int64_t k) const;
+  std::vector<int64_t> SampledRows() const;
+  int64_t ExpertOf(int64_t row) const;
+  float RowScale(int64_t row, int64_t i) const;
+  float WeightScale(const RandomPattern& scales, int64_t expert, int64_t n, int64_t k, int64_t row,
+                    int64_t i) const;
+  // One output column of gate_up for one row.
+  double GateUp(int64_t row, int64_t column) const;
+
+  FfnShape shape_;
+  std::optional<GemmTile> tile_;
+  RandomPattern row_pattern_;
+  RandomPattern w13_pattern_;
+  RandomPattern w2_pattern_;
+  RandomPattern row_scale_pattern_;
+  RandomPattern w13_scale_pattern_;
+  RandomPattern w2_scale_pattern_;
+  std::unique_ptr<DeviceMemory> rows_, row_scales_, w13_, w13_scales_, w2_, w2_scales_;
+  std::unique_ptr<DeviceMemory> gate_up_, intermediate_, quantized_, quantized_scales_, output_;
+  std::unique_ptr<DeviceMemory> workspace_;
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_TESTS_GPU_EXPERT_FFN_H_

@@ -1,0 +1,101 @@
+// Checks CUDA's kernels on random data and times them against limits found in the same run: a
+// device copy, and cuBLAS where it is found. Prints one table; exits with 0 when all outputs were
+// right, 1 when one was not or a call failed, 2 for wrong arguments, 77 when there is no GPU.
+#include <cuda_runtime_api.h>
+
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "tests/gpu/bench_context.h"
+#include "tests/gpu/bench_ffn.h"
+#include "tests/gpu/bench_rows.h"
+#include "tests/gpu/cublas_library.h"
+#include "tests/gpu/device_memory.h"
+#include "tests/gpu/result_table.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr int kNoGpu = 77;
+
+struct Options {
+  std::string json_path;
+  std::string cublas_path;
+  bool rows_only = false;
+};
+
+bool Parse(int argc, char** argv, Options* options) {
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    if (argument.rfind("--json=", 0) == 0) {
+      options->json_path = argument.substr(std::strlen("--json="));
+    } else if (argument.rfind("--cublas=", 0) == 0) {
+      options->cublas_path = argument.substr(std::strlen("--cublas="));
+    } else if (argument == "--rows_only") {
+      options->rows_only = true;
+    } else {
+      std::fprintf(stderr,
+                   "gpu_bench: '%s' is not known\n"
+                   "usage: gpu_bench [--json=FILE] [--cublas=PATH of libcublas.so.13] "
+                   "[--rows_only: no grouped GEMM]\n",
+                   argument.c_str());
+      return false;
+    }
+  }
+  return true;
+}
+
+int Run(const Options& options) {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count == 0) {
+    std::fprintf(stderr, "gpu_bench: there is no GPU here: %s\n",
+                 error == cudaSuccess ? "no device" : cudaGetErrorString(error));
+    return kNoGpu;
+  }
+  cudaDeviceProp properties = {};
+  CheckCuda(cudaSetDevice(0), "cudaSetDevice");
+  CheckCuda(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
+  const std::string device = std::string(properties.name) + ", sm_" +
+                             std::to_string(properties.major * 10 + properties.minor) + ", " +
+                             std::to_string(properties.multiProcessorCount) + " multiprocessors";
+  std::printf("%s\n", device.c_str());
+  if (properties.major != 9) std::printf("not sm_90: no tensor core kernels here\n");
+
+  ResultTable table;
+  BenchContext context;
+  context.table = &table;
+  // One that waits for the default stream, on which the patterns are filled in.
+  CheckCuda(cudaStreamCreate(&context.stream), "cudaStreamCreate");
+  std::string why;
+  const std::unique_ptr<CublasLibrary> cublas = CublasLibrary::Open(options.cublas_path, &why);
+  context.cublas = cublas.get();
+  if (cublas == nullptr) std::printf("no cuBLAS, so no limit from it: %s\n", why.c_str());
+
+  BenchCopy(&context);
+  BenchMatmul(&context);
+  BenchRows(context);
+  if (!options.rows_only) BenchFfn(context);
+  CheckCuda(cudaStreamDestroy(context.stream), "cudaStreamDestroy");
+  table.Print();
+  if (!options.json_path.empty() && !table.WriteJson(options.json_path, device)) {
+    std::fprintf(stderr, "gpu_bench: cannot write %s\n", options.json_path.c_str());
+    return 1;
+  }
+  if (!table.all_right()) {
+    std::fprintf(stderr, "gpu_bench: an output was wrong\n");
+    return 1;
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace expertmesh
+
+int main(int argc, char** argv) {
+  expertmesh::Options options;
+  if (!expertmesh::Parse(argc, argv, &options)) return 2;
+  return expertmesh::Run(options);
+}

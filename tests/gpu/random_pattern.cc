@@ -1,0 +1,51 @@
+#include "tests/gpu/random_pattern.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <random>
+
+#include "tests/gpu/device_memory.h"
+
+namespace expertmesh {
+
+RandomPattern::RandomPattern(DType dtype, double deviation, uint64_t seed)
+    : dtype_(dtype),
+      values_(static_cast<size_t>(kSize)),
+      bytes_(static_cast<size_t>(kSize * DTypeBytes(dtype))) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal(0.0f, static_cast<float>(deviation));
+  for (int64_t i = 0; i < kSize; ++i) {
+    const float value = normal(random);
+    if (dtype == DType::kFloat8E4M3) {
+      bytes_[static_cast<size_t>(i)] = std::byte{FloatToFloat8E4M3(value)};
+    } else {
+      StoreFloat(bytes_.data(), dtype, i, value);
+    }
+    values_[static_cast<size_t>(i)] = LoadElement(bytes_.data(), dtype, i);
+  }
+}
+
+void RandomPattern::Fill(void* device, int64_t count) const {
+  const int64_t element_bytes = DTypeBytes(dtype_);
+  auto* bytes = static_cast<std::byte*>(device);
+  int64_t filled = std::min(count, kSize);
+  CopyToDevice(bytes, bytes_.data(), filled * element_bytes);
+  while (filled < count) {
+    const int64_t more = std::min(filled, count - filled);
+    CheckCuda(cudaMemcpy(bytes + filled * element_bytes, bytes,
+                         static_cast<size_t>(more * element_bytes), cudaMemcpyDeviceToDevice),
+              "copy of a pattern");
+    filled += more;
+  }
+}
+
+float LoadElement(const void* data, DType dtype, int64_t index) {
+  if (dtype == DType::kFloat8E4M3) {
+    return Float8E4M3ToFloat(static_cast<const uint8_t*>(data)[index]);
+  }
+  if (dtype == DType::kInt8) return static_cast<const int8_t*>(data)[index];
+  return LoadFloat(data, dtype, index);
+}
+
+}  // namespace expertmesh
