@@ -398,8 +398,17 @@ absl::StatusOr<std::unique_ptr<StepInFlight>> RemoteExpertGroup::StartStep(
 absl::StatusOr<std::shared_ptr<RunningStep>> RemoteExpertGroup::StartOnRanks(
     GroupStep step, bool has_follower, absl::Time step_deadline,
     absl::AnyInvocable<void()> on_decided) {
-  auto run = std::make_shared<RunningStep>(ep_size(), std::move(on_decided));
   std::vector<std::shared_ptr<RemoteRank>> ranks;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ranks = ranks_;
+  }
+  for (int32_t rank = 0; rank < ep_size(); ++rank) {
+    if (ranks[rank] == nullptr) continue;  // then there is no epoch
+    const absl::Status status = ranks[rank]->CheckStep(step.plan.slices[rank], step.shards[rank]);
+    if (!status.ok()) return status;
+  }
+  auto run = std::make_shared<RunningStep>(ep_size(), std::move(on_decided));
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const StepSlice& slice : step.plan.slices) {
@@ -441,13 +450,22 @@ absl::StatusOr<GroupStepResult> RemoteExpertGroup::FinishOnRanks(
     return parts.status();
   }
   GroupStepResult result;
+  absl::Status output_error;
   for (int32_t rank = 0; rank < ep_size(); ++rank) {
     RankStepResult& part = (*parts)[rank];
     usage_.CountStep(rank, part);
+    if (!part.output_error.ok()) {
+      LogWarning("a step's output was lost", {{"ep_rank", rank},
+                                              {"step", absl::StrCat(header.step)},
+                                              {"why", part.output_error.message()}});
+      output_error.Update(part.output_error);
+    }
     const StepTimings& timings = part.timings;
     if (timings.compute_micros >= result.timings.compute_micros) result.timings = timings;
     result.shards.push_back(std::move(part.output));
   }
+  // All ranks are through with the step: it fails alone.
+  if (!output_error.ok()) return output_error;
   return result;
 }
 

@@ -69,7 +69,8 @@ class RemoteExpertGroup : public ExpertGroup {
   Allocator* request_allocator() override { return options_.allocator.get(); }
   const std::shared_ptr<Allocator>& allocator() const { return options_.allocator; }
 
-  // As ExpertGroup; `on_caller` means nothing here. A step that fails ends its epoch.
+  // As ExpertGroup; `on_caller` means nothing here. A step that fails ends its epoch,
+  // unless no rank was given its part, or all have done theirs and an output alone was lost.
   absl::StatusOr<GroupStepResult> RunStep(GroupStep step, bool on_caller,
                                           absl::Time step_deadline) override;
   int32_t max_lanes() const override { return kMaxLanes; }

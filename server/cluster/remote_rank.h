@@ -15,6 +15,9 @@ namespace expertmesh {
 // Abort ends the rank's part of the epoch's running step with the step's `done`, not the epoch.
 class RemoteRank : public RankClient {
  public:
+  // Whether RunStep can pass this on to the rank, for no rank may get its part of a step that
+  // another one cannot get. Its error is the step's.
+  virtual absl::Status CheckStep(const StepSlice& slice, const TokenShard& shard) const = 0;
   // Answered by RemoteExpertGroup::OnEpochReady.
   virtual void EnterEpoch(uint64_t incarnation, uint64_t epoch, absl::Duration form_timeout,
                           absl::Duration operation_timeout) = 0;

@@ -47,6 +47,9 @@ struct RankStepResult {
   int64_t num_expert_rows = 0;  // that its experts computed
   // Since the last step of the epoch that ended well: with steps side by side, maybe another's.
   RankTraffic traffic;
+  // Not OK: the step ran to its end, and somebody on the output's way had no room for it: the
+  // output is empty, the step failed, its communicator stands.
+  absl::Status output_error;
 };
 
 class RankStep;

@@ -437,16 +437,30 @@ grpc::ByteBuffer ExpertRank::Impl::RunStep(ReceivedSlice received, ComputeTurns:
     AbortEpoch(result.status());
   } else {
     TokenShard shard;
-    if (received.slice.num_source_tokens > 0) {
+    // Without memory for its own tokens the rank does its part for the others': its rows are any.
+    const std::vector<std::byte> no_row(
+        received.shard_status.ok() ? 0 : hidden_size * DTypeBytes(header.activation_dtype));
+    if (!received.shard_status.ok()) {
+      shard.rows.assign(received.slice.num_source_tokens, {no_row.data(), 1});
+    } else if (received.slice.num_source_tokens > 0) {
       shard.rows.push_back({received.shard.data(), received.slice.num_source_tokens});
     }
     result = engine.RunStep(std::move(received.slice), std::move(shard),
                             absl::Now() + received.timeout, std::move(turn));
   }
-  if (!result.ok()) result = StatusForLink(result.status());
+  if (!result.ok()) {
+    result = StatusForLink(result.status());
+  } else if (!received.shard_status.ok()) {
+    result->output_error =
+        CallError(ErrorReason::kBuffersExhausted,
+                  absl::StrCat("rank ", engine.ep_rank(),
+                               " had no memory for its tokens: ", received.shard_status.message()));
+  }
   absl::StatusOr<grpc::ByteBuffer> message = EncodeStepResult(header, hidden_size, result);
-  // An error always fits.
-  if (!message.ok()) message = EncodeStepResult(header, hidden_size, message.status());
+  if (!message.ok()) {
+    result->output_error = message.status();
+    message = EncodeStepResult(header, hidden_size, result);
+  }
   return *std::move(message);
 }
 

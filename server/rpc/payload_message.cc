@@ -107,6 +107,10 @@ class Splitter {
 
 }  // namespace
 
+absl::Status CheckPayloadMessageSize(int64_t size_bytes) {
+  return size_bytes <= kMaxMessageBytes ? absl::OkStatus() : TooLarge(size_bytes);
+}
+
 absl::StatusOr<grpc::ByteBuffer> EncodePayloadMessage(const PayloadPath& path,
                                                       const PayloadHeads& heads,
                                                       absl::Span<const OutputSpan> payload) {
@@ -125,7 +129,7 @@ absl::StatusOr<grpc::ByteBuffer> EncodePayloadMessage(const PayloadPath& path,
     size_bytes += static_cast<int64_t>(heads[level].size() + field_head.size());
     head = absl::StrCat(heads[level], field_head, head);
   }
-  if (size_bytes > kMaxMessageBytes) return TooLarge(size_bytes);
+  if (absl::Status status = CheckPayloadMessageSize(size_bytes); !status.ok()) return status;
   std::vector<grpc::Slice> slices;
   slices.reserve(payload.size() + 1);
   slices.emplace_back(head.data(), head.size());
@@ -155,15 +159,20 @@ absl::StatusOr<PayloadMessage> DecodePayloadMessage(grpc::ByteBuffer* message,
   for (int level = 0; level < kDepth; ++level) {
     parts.heads[level].resize(static_cast<size_t>(sizes[level]));
   }
-  if (sizes[kDepth] > 0) {
-    absl::StatusOr<Buffer> buffer = allocator->Allocate(sizes[kDepth]);
-    if (!buffer.ok()) return buffer.status();
-    parts.payload = *std::move(buffer);
+  parts.payload_bytes = sizes[kDepth];
+  if (parts.payload_bytes > 0) {
+    absl::StatusOr<Buffer> buffer = allocator->Allocate(parts.payload_bytes);
+    if (buffer.ok()) {
+      parts.payload = *std::move(buffer);
+    } else {
+      parts.payload_status = buffer.status();
+    }
   }
   std::array<int64_t, kDepth + 1> filled = {};
   grpc::ProtoBufferReader stream(message);
   WireReader reader(&stream, size_bytes);
   for (const Range& range : splitter.ranges()) {
+    if (range.owner == kDepth && !parts.payload_status.ok()) continue;
     const int64_t length = range.end - range.begin;
     char* const destination = range.owner == kDepth ? reinterpret_cast<char*>(parts.payload.data())
                                                     : parts.heads[range.owner].data();

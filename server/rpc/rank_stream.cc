@@ -47,6 +47,14 @@ RankStream* RankStream::Start(RemoteExpertGroup* group,
   return stream.get();
 }
 
+absl::Status RankStream::CheckStep(const StepSlice& slice, const TokenShard& shard) const {
+  const auto hidden_size = hidden_sizes_->find(slice.header.model);
+  if (hidden_size == hidden_sizes_->end()) {
+    return absl::NotFoundError(absl::StrCat("no model ", slice.header.model));
+  }
+  return CheckFitsWire(slice, shard, hidden_size->second);
+}
+
 void RankStream::RunStep(StepSlice slice, TokenShard shard, absl::Time deadline, StepDone done) {
   const auto hidden_size = hidden_sizes_->find(slice.header.model);
   if (hidden_size == hidden_sizes_->end()) {
@@ -229,8 +237,17 @@ absl::Status RankStream::HandleResult(ReceivedResult result) {
     pending = std::move(found->second);
     pending_.erase(found);
   }
-  if (!result.status.ok()) {
+  if (!result.status.ok() && !result.ran_to_end) {
     pending.done(result.status);
+    return absl::OkStatus();
+  }
+  RankStepResult output;
+  output.timings = result.timings;
+  output.num_expert_rows = result.num_expert_rows;
+  output.traffic = std::move(result.traffic);
+  if (!result.status.ok()) {
+    output.output_error = result.status;
+    pending.done(std::move(output));
     return absl::OkStatus();
   }
   if (result.num_rows != pending.num_rows || result.hidden_size != pending.hidden_size ||
@@ -242,10 +259,6 @@ absl::Status RankStream::HandleResult(ReceivedResult result) {
     return error;
   }
   const auto rows = std::make_shared<ReceivedRows>(group_->allocator(), std::move(result.output));
-  RankStepResult output;
-  output.timings = result.timings;
-  output.num_expert_rows = result.num_expert_rows;
-  output.traffic = std::move(result.traffic);
   output.output.num_rows = result.num_rows;
   output.output.rows = rows->rows.data();
   output.output.arena = std::shared_ptr<StepArena>(rows, &rows->arena);

@@ -35,6 +35,7 @@ class RankStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::
 
   int32_t ep_rank() const override { return ep_rank_; }
   Allocator* host_allocator() override { return group_->request_allocator(); }
+  absl::Status CheckStep(const StepSlice& slice, const TokenShard& shard) const override;
   void RunStep(StepSlice slice, TokenShard shard, absl::Time deadline, StepDone done) override;
   void Abort(const absl::Status& reason) override;
   void EnterEpoch(uint64_t incarnation, uint64_t epoch, absl::Duration form_timeout,

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/base/checked_math.h"
 #include "server/ops/call_error.h"
+#include "server/rpc/forward_encoder.h"
 #include "server/rpc/payload_message.h"
 #include "server/rpc/status_mapping.h"
 #include "server/rpc/wire_enums.h"
@@ -23,6 +24,15 @@ constexpr PayloadPath kResultPath = {v1::RunStepsRequest::kResultFieldNumber,
 
 using PackedInts = google::protobuf::RepeatedField<int32_t>;
 using PackedFloats = google::protobuf::RepeatedField<float>;
+
+absl::Status NoInt32(int64_t count) {
+  return absl::InvalidArgumentError(absl::StrCat("slice: the count ", count, " is no int32"));
+}
+
+absl::Status NoMemory(const char* what, const absl::Status& error) {
+  return CallError(ErrorReason::kBuffersExhausted,
+                   absl::StrCat("no memory for ", what, ": ", error.message()));
+}
 
 // False when an entry does not fit the wire.
 bool Pack(absl::Span<const int64_t> values, PackedInts* packed) {
@@ -147,7 +157,7 @@ v1::Tensor RowsTensor(DType dtype, int64_t num_rows, int64_t hidden_size) {
 }
 
 // Rows of an activation type, as many bytes as they say.
-absl::Status CheckRows(const char* field, const v1::Tensor& tensor, const Buffer& data) {
+absl::Status CheckRows(const char* field, const v1::Tensor& tensor, int64_t data_bytes) {
   const DType dtype = DTypeFromWire(tensor.dtype());
   if (!IsActivationDType(dtype)) {
     return InvalidFieldError(absl::StrCat(field, ".dtype"), static_cast<int>(tensor.dtype()),
@@ -159,9 +169,9 @@ absl::Status CheckRows(const char* field, const v1::Tensor& tensor, const Buffer
   }
   const std::optional<int64_t> size_bytes =
       CheckedSizeProduct({tensor.shape(0), tensor.shape(1), DTypeBytes(dtype)});
-  if (!size_bytes.has_value() || *size_bytes != data.size_bytes()) {
+  if (!size_bytes.has_value() || *size_bytes != data_bytes) {
     return InvalidFieldError(
-        absl::StrCat(field, ".data"), absl::StrCat(data.size_bytes(), " bytes"),
+        absl::StrCat(field, ".data"), absl::StrCat(data_bytes, " bytes"),
         absl::StrCat(tensor.shape(0), " x ", tensor.shape(1), " ", std::string(DTypeName(dtype))));
   }
   return absl::OkStatus();
@@ -178,7 +188,43 @@ absl::Status ParseHeads(const PayloadMessage& parts, Outer* outer, Inner* inner,
   return CallError(ErrorReason::kMalformedMessage, "a message of the rank link is malformed");
 }
 
+// What protobuf needs for one of these at most.
+constexpr int64_t kMaxVarintBytes = 5;  // of an int32 that is not negative
+constexpr int64_t kMaxHeaderBytes = 1024;
+
 }  // namespace
+
+absl::Status CheckFitsWire(const StepSlice& slice, const TokenShard& shard, int64_t hidden_size) {
+  int64_t num_varints = 0;
+  for (const std::vector<int64_t>* counts :
+       {&slice.send_counts, &slice.recv_counts, &slice.pair_offsets, &slice.return_send_counts,
+        &slice.return_recv_counts, &slice.sum_offsets, &slice.sum_rows, &slice.gather_counts}) {
+    num_varints += static_cast<int64_t>(counts->size());
+    for (const int64_t count : *counts) {
+      if (count < 0 || count > std::numeric_limits<int32_t>::max()) return NoInt32(count);
+    }
+  }
+  if (slice.max_num_tokens > std::numeric_limits<int32_t>::max()) {
+    return NoInt32(slice.max_num_tokens);
+  }
+  for (const std::vector<int32_t>* ids :
+       {&slice.send_rows, &slice.pair_local_expert, &slice.pair_k, &slice.gather_rows}) {
+    num_varints += static_cast<int64_t>(ids->size());
+  }
+  const auto num_floats = static_cast<int64_t>(
+      slice.pair_weights.size() + slice.sum_weights.size() + slice.router_logits.size());
+  std::optional<int64_t> size_bytes =
+      CheckedAdd(kMaxVarintBytes * num_varints + 4 * num_floats + kMaxHeaderBytes,
+                 static_cast<int64_t>(slice.header.model.size()));
+  for (const RowSpan& span : shard.rows) {
+    const std::optional<int64_t> span_bytes =
+        CheckedSizeProduct({span.num_rows, hidden_size, DTypeBytes(slice.header.activation_dtype)});
+    if (!span_bytes.has_value()) return absl::InvalidArgumentError("shard: sizes overflow");
+    size_bytes = CheckedAdd(*size_bytes, *span_bytes);
+    if (!size_bytes.has_value()) break;
+  }
+  return CheckPayloadMessageSize(size_bytes.value_or(std::numeric_limits<int64_t>::max()));
+}
 
 absl::StatusOr<grpc::ByteBuffer> EncodeSlice(const StepSlice& slice, const TokenShard& shard,
                                              int64_t hidden_size, absl::Duration timeout) {
@@ -210,7 +256,7 @@ absl::StatusOr<ReceivedCommand> DecodeCommand(grpc::ByteBuffer* message, Allocat
     return command;
   }
   command.other.Clear();
-  status = CheckRows("slice.shard", wire.shard(), parts->payload);
+  status = CheckRows("slice.shard", wire.shard(), parts->payload_bytes);
   if (!status.ok()) return status;
   absl::StatusOr<StepSlice> slice = FromWire(wire);
   if (!slice.ok()) return slice.status();
@@ -219,6 +265,7 @@ absl::StatusOr<ReceivedCommand> DecodeCommand(grpc::ByteBuffer* message, Allocat
   received.slice.num_source_tokens = wire.shard().shape(0);
   received.hidden_size = wire.shard().shape(1);
   received.timeout = absl::Microseconds(wire.timeout_micros());
+  received.shard_status = std::move(parts->payload_status);
   received.shard = std::move(parts->payload);
   return command;
 }
@@ -230,11 +277,12 @@ absl::StatusOr<grpc::ByteBuffer> EncodeStepResult(const StepHeader& header, int6
   wire.set_incarnation(header.incarnation);
   wire.set_epoch(header.epoch);
   wire.set_step(header.step);
-  if (!result.ok()) {
-    *wire.mutable_status() = ToRpcStatus(result.status());
-    const grpc::Slice slice(request.SerializeAsString());
-    return grpc::ByteBuffer(&slice, 1);
+  const absl::Status& status = result.ok() ? result->output_error : result.status();
+  if (!status.ok()) {
+    *wire.mutable_status() = ToRpcStatus(status);
+    wire.set_ran_to_end(result.ok());
   }
+  if (!result.ok()) return EncodeSmallMessage(request);
   wire.mutable_timings()->set_dispatch_micros(result->timings.dispatch_micros);
   wire.mutable_timings()->set_compute_micros(result->timings.compute_micros);
   wire.mutable_timings()->set_combine_micros(result->timings.combine_micros);
@@ -242,6 +290,7 @@ absl::StatusOr<grpc::ByteBuffer> EncodeStepResult(const StepHeader& header, int6
   const RankTraffic& traffic = result->traffic;
   wire.mutable_bytes_sent()->Add(traffic.bytes_sent.begin(), traffic.bytes_sent.end());
   wire.mutable_wait_nanos()->Add(traffic.wait_nanos.begin(), traffic.wait_nanos.end());
+  if (!status.ok()) return EncodeSmallMessage(request);
   const ShardOutput& output = result->output;
   const std::optional<int64_t> size_bytes =
       CheckedSizeProduct({output.num_rows, hidden_size, DTypeBytes(header.output_dtype)});
@@ -271,13 +320,18 @@ absl::StatusOr<ReceivedEvent> DecodeEvent(grpc::ByteBuffer* message, Allocator* 
   received.num_expert_rows = wire.num_expert_rows();
   received.traffic.bytes_sent.assign(wire.bytes_sent().begin(), wire.bytes_sent().end());
   received.traffic.wait_nanos.assign(wire.wait_nanos().begin(), wire.wait_nanos().end());
+  received.ran_to_end = wire.ran_to_end();
   received.status = FromRpcStatus(wire.status());
   if (!received.status.ok()) return event;
-  status = CheckRows("result.output", wire.output(), parts->payload);
+  status = CheckRows("result.output", wire.output(), parts->payload_bytes);
   if (!status.ok()) return status;
   received.dtype = DTypeFromWire(wire.output().dtype());
   received.num_rows = wire.output().shape(0);
   received.hidden_size = wire.output().shape(1);
+  if (!parts->payload_status.ok()) {
+    received.status = NoMemory("the output of the step", parts->payload_status);
+    received.ran_to_end = true;
+  }
   received.output = std::move(parts->payload);
   return event;
 }

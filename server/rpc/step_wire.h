@@ -20,8 +20,12 @@
 
 namespace expertmesh {
 
-// RunStepsResponse with a slice. `hidden_size` is the model's. INVALID_ARGUMENT for a slice that
-// does not fit the wire (counts above int32), RESOURCE_EXHAUSTED above 2 GiB.
+// Whether EncodeSlice will take it; makes nothing. INVALID_ARGUMENT for a slice that does not fit
+// the wire (counts above int32), RESOURCE_EXHAUSTED (MESSAGE_TOO_LARGE) where it may have more than
+// 2 GiB.
+absl::Status CheckFitsWire(const StepSlice& slice, const TokenShard& shard, int64_t hidden_size);
+
+// RunStepsResponse with a slice. `hidden_size` is the model's. Errors of CheckFitsWire.
 absl::StatusOr<grpc::ByteBuffer> EncodeSlice(const StepSlice& slice, const TokenShard& shard,
                                              int64_t hidden_size, absl::Duration timeout);
 
@@ -31,6 +35,8 @@ struct ReceivedSlice {
   StepSlice slice;
   int64_t hidden_size = 0;
   absl::Duration timeout;
+  // Not OK: there was no memory for the shard, which is empty.
+  absl::Status shard_status;
   Buffer shard;
 };
 
@@ -39,10 +45,11 @@ struct ReceivedCommand {
   std::optional<ReceivedSlice> slice;  // then `other` is empty
 };
 
-// INVALID_ARGUMENT (MALFORMED_MESSAGE, INVALID_FIELD), or the allocator's error.
+// INVALID_ARGUMENT (MALFORMED_MESSAGE, INVALID_FIELD).
 absl::StatusOr<ReceivedCommand> DecodeCommand(grpc::ByteBuffer* message, Allocator* allocator);
 
-// RunStepsRequest with a result; the output's bytes stay in its arena until they are sent.
+// RunStepsRequest with a result; the output's bytes stay in its arena until they are sent. Errors
+// where it does not fit the wire; those of the step itself always do.
 absl::StatusOr<grpc::ByteBuffer> EncodeStepResult(const StepHeader& header, int64_t hidden_size,
                                                   const absl::StatusOr<RankStepResult>& result);
 
@@ -54,6 +61,9 @@ struct ReceivedResult {
   StepTimings timings;
   int64_t num_expert_rows = 0;
   RankTraffic traffic;
+  // With an error: the epoch stands (v1::StepResult). So it is where the output came and there was
+  // no memory for it.
+  bool ran_to_end = false;
   // OK: [num_rows, hidden_size] in dtype.
   DType dtype = DType::kInvalid;
   int64_t num_rows = 0;

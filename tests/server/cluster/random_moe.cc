@@ -178,7 +178,7 @@ RandomTokens::RandomTokens(const RandomMoe& moe, int64_t num_random_tokens, DTyp
   hidden.insert(hidden.end(), bytes.begin(), bytes.end());
 }
 
-absl::StatusOr<GroupStep> MakeStep(LocalExpertGroup& group, const RandomMoe& moe,
+absl::StatusOr<GroupStep> MakeStep(ExpertGroup& group, const RandomMoe& moe,
                                    const RandomTokens& tokens, const StepChoices& choices,
                                    std::vector<std::vector<std::byte>>* memory) {
   std::vector<int64_t> order = choices.tokens;
@@ -235,7 +235,7 @@ absl::StatusOr<GroupStep> MakeStep(LocalExpertGroup& group, const RandomMoe& moe
   return step;
 }
 
-absl::StatusOr<std::vector<std::vector<std::byte>>> RunTokens(LocalExpertGroup& group,
+absl::StatusOr<std::vector<std::vector<std::byte>>> RunTokens(ExpertGroup& group,
                                                               const RandomMoe& moe,
                                                               const RandomTokens& tokens,
                                                               const StepChoices& choices) {

@@ -72,14 +72,14 @@ struct StepChoices {
 };
 
 // One step. OK: a token's output bytes each, in the order of StepChoices::tokens.
-absl::StatusOr<std::vector<std::vector<std::byte>>> RunTokens(LocalExpertGroup& group,
+absl::StatusOr<std::vector<std::vector<std::byte>>> RunTokens(ExpertGroup& group,
                                                               const RandomMoe& moe,
                                                               const RandomTokens& tokens,
                                                               const StepChoices& choices);
 
 // The step's parts, for tests that spoil them. The hidden states are copied to the group's memory,
 // which `memory` keeps.
-absl::StatusOr<GroupStep> MakeStep(LocalExpertGroup& group, const RandomMoe& moe,
+absl::StatusOr<GroupStep> MakeStep(ExpertGroup& group, const RandomMoe& moe,
                                    const RandomTokens& tokens, const StepChoices& choices,
                                    std::vector<std::vector<std::byte>>* memory);
 

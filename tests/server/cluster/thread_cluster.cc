@@ -39,6 +39,9 @@ class ThreadCluster::Rank : public RemoteRank {
 
   int32_t ep_rank() const override { return engine_->ep_rank(); }
   Allocator* host_allocator() override { return allocator_; }
+  absl::Status CheckStep(const StepSlice&, const TokenShard&) const override {
+    return absl::OkStatus();
+  }
   void RunStep(StepSlice slice, TokenShard shard, absl::Time deadline, StepDone done) override {
     Push([this, slice = std::move(slice), shard = std::move(shard), deadline,
           done = std::move(done)](std::unique_lock<std::mutex>& lead) mutable {

@@ -1,0 +1,89 @@
+// The rank link's own behaviour, both ends of it in this process.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "server/ops/call_error.h"
+#include "tests/server/cluster/random_moe.h"
+#include "tests/server/rpc/linked_ranks.h"
+
+namespace expertmesh {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr DispatchMode kModes[] = {DispatchMode::kAllToAll, DispatchMode::kAllGatherReduceScatter,
+                                   DispatchMode::kDirect};
+
+class RankLinkTest : public testing::Test {
+ protected:
+  absl::StatusOr<std::vector<std::vector<std::byte>>> Run(DispatchMode mode) {
+    choices_.strategy = mode;
+    return RunTokens(ranks_.group(), moe_, tokens_, choices_);
+  }
+  // In the same epoch, with the right answer.
+  void ExpectWorks(DispatchMode mode, uint64_t epoch) {
+    const auto outputs = Run(mode);
+    ASSERT_TRUE(outputs.ok()) << outputs.status();
+    ExpectNearReference(moe_, tokens_, choices_, *outputs);
+    EXPECT_EQ(ranks_.group().epoch(), epoch);
+  }
+
+  const RandomMoe moe_{RandomMoeShape{20, 12, 9, 4}, 1};
+  const RandomTokens tokens_{moe_, 30, DType::kFloat32, 2};
+  StepChoices choices_;
+  LinkedRanks ranks_{*moe_.source, {.ep_size = 3}};
+};
+
+void ExpectReason(const absl::Status& status, ErrorReason reason) {
+  const std::optional<CallErrorDetails> details = GetCallErrorDetails(status);
+  ASSERT_TRUE(details.has_value()) << status;
+  EXPECT_EQ(details->reason, reason) << status;
+}
+
+TEST_F(RankLinkTest, ARankWithoutMemoryForItsTokensFailsTheStepAlone) {
+  const uint64_t epoch = ranks_.group().epoch();
+  for (const DispatchMode mode : kModes) {
+    SCOPED_TRACE(static_cast<int>(mode));
+    ExpectWorks(mode, epoch);
+    ranks_.rank_memory(1).FailNext(1);
+    const auto outputs = Run(mode);
+    ASSERT_FALSE(outputs.ok());
+    ExpectReason(outputs.status(), ErrorReason::kBuffersExhausted);
+    EXPECT_THAT(std::string(outputs.status().message()), HasSubstr("rank 1"));
+    ExpectWorks(mode, epoch);
+  }
+}
+
+TEST_F(RankLinkTest, AControlPlaneWithoutMemoryForAnOutputFailsTheStepAlone) {
+  const uint64_t epoch = ranks_.group().epoch();
+  for (const DispatchMode mode : kModes) {
+    SCOPED_TRACE(static_cast<int>(mode));
+    ranks_.control_memory().FailNext(1);
+    const auto outputs = Run(mode);
+    ASSERT_FALSE(outputs.ok());
+    ExpectReason(outputs.status(), ErrorReason::kBuffersExhausted);
+    ExpectWorks(mode, epoch);
+  }
+}
+
+TEST_F(RankLinkTest, AStepThatDoesNotFitTheWireIsSentToNobody) {
+  const uint64_t epoch = ranks_.group().epoch();
+  std::vector<std::vector<std::byte>> memory;
+  choices_.strategy = DispatchMode::kAllToAll;
+  absl::StatusOr<GroupStep> step = MakeStep(ranks_.group(), moe_, tokens_, choices_, &memory);
+  ASSERT_TRUE(step.ok()) << step.status();
+  step->plan.slices[2].sum_rows[0] = int64_t{1} << 40;
+  const absl::StatusOr<GroupStepResult> result =
+      ranks_.group().RunStep(*std::move(step), false, absl::Now() + absl::Seconds(100));
+  EXPECT_EQ(result.status().code(), absl::StatusCode::kInvalidArgument) << result.status();
+  ExpectWorks(DispatchMode::kAllToAll, epoch);
+}
+
+}  // namespace
+}  // namespace expertmesh
