@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <exception>
 #include <optional>
 #include <string>
 #include <utility>
@@ -308,5 +309,11 @@ int Run(const std::vector<std::string>& args) {
 int main(int argc, char** argv) {
   expertmesh::StopSignals::Block();
   expertmesh::TuneProcessForGrpc();
-  return expertmesh::Run(std::vector<std::string>(argv + 1, argv + argc));
+  try {
+    return expertmesh::Run(std::vector<std::string>(argv + 1, argv + argc));
+  } catch (const std::exception& error) {
+    // The machine gives no more threads or memory while the process starts.
+    std::fprintf(stderr, "%s: cannot go on: %s\n", argv[0], error.what());
+    return 1;
+  }
 }

@@ -8,6 +8,7 @@
 #include "kernels/base/host_buffer_pool.h"
 #include "server/ops/call_error.h"
 #include "server/ops/logging.h"
+#include "server/ops/start_thread.h"
 
 namespace expertmesh {
 namespace {
@@ -92,6 +93,9 @@ absl::StatusOr<std::unique_ptr<RemoteExpertGroup>> RemoteExpertGroup::Create(
       std::move(own_options), std::move(placements), std::move(membership), clock));
   for (const ModelSpec* model : models) group->hidden_sizes_[model->name] = model->hidden_size;
   group->direct_ = *std::move(direct);
+  absl::StatusOr<std::thread> started = StartThread([own = group.get()] { own->WatchClock(); });
+  if (!started.ok()) return started.status();
+  group->clock_thread_ = *std::move(started);
   return group;
 }
 
@@ -104,13 +108,11 @@ RemoteExpertGroup::RemoteExpertGroup(RemoteExpertGroupOptions options, Placement
       usage_(options_.ep_size),
       membership_(std::move(membership_options), clock),
       ranks_(options_.ep_size),
-      stream_members_(options_.ep_size) {
-  clock_thread_ = std::thread([this] { WatchClock(); });
-}
+      stream_members_(options_.ep_size) {}
 
 RemoteExpertGroup::~RemoteExpertGroup() {
   Close();
-  clock_thread_.join();
+  if (clock_thread_.joinable()) clock_thread_.join();
 }
 
 void RemoteExpertGroup::SetEpochListener(std::function<void(uint64_t epoch)> listener) {

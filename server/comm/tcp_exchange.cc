@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "absl/strings/str_cat.h"
+#include "server/ops/start_thread.h"
 
 namespace expertmesh {
 namespace {
@@ -39,7 +40,12 @@ TcpExchange::TcpExchange(int32_t ep_rank, std::vector<TcpPeerSockets> peers,
     BreakLocked(status);
     return;
   }
-  thread_ = std::thread([this] { Run(); });
+  absl::StatusOr<std::thread> started = StartThread([this] { Run(); });
+  if (!started.ok()) {
+    BreakLocked(started.status());
+    return;
+  }
+  thread_ = *std::move(started);
 }
 
 absl::Status TcpExchange::WatchSockets() {

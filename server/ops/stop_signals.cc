@@ -8,6 +8,8 @@
 #include <thread>
 #include <utility>
 
+#include "server/ops/start_thread.h"
+
 namespace expertmesh {
 namespace {
 
@@ -53,7 +55,13 @@ struct StopSignals::Impl {
         EndBySignal(signal_number);
       }
       seen = true;
-      first = std::thread([this, signal_number] { on_first(signal_number); });
+      absl::StatusOr<std::thread> started =
+          StartThread([this, signal_number] { on_first(signal_number); });
+      if (started.ok()) {
+        first = *std::move(started);
+      } else {
+        on_first(signal_number);  // no second signal is heard meanwhile
+      }
     }
   }
 };

@@ -10,6 +10,7 @@
 #include "expertmesh/v1/admin.grpc.pb.h"
 #include "grpcpp/server_context.h"
 #include "server/ops/call_error.h"
+#include "server/ops/start_thread.h"
 #include "server/rpc/status_mapping.h"
 
 namespace expertmesh {
@@ -48,7 +49,13 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
       // The one before has nothing left to wait for.
       if (drainer_.joinable()) drainer_.join();
       const absl::Duration timeout = absl::Microseconds(request->timeout_micros());
-      drainer_ = std::thread([this, timeout] { RunDrain(timeout); });
+      absl::StatusOr<std::thread> started = StartThread([this, timeout] { RunDrain(timeout); });
+      if (started.ok()) {
+        drainer_ = *std::move(started);
+      } else {
+        waiting_.clear();
+        Answer(reactor, CallMethod::kDrain, started.status(), arrival);
+      }
     }
     return reactor;
   }

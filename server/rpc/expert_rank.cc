@@ -20,6 +20,7 @@
 #include "server/comm/tcp_communicator.h"
 #include "server/ops/call_error.h"
 #include "server/ops/logging.h"
+#include "server/ops/start_thread.h"
 #include "server/rpc/forward_encoder.h"
 #include "server/rpc/grpc_rendezvous_store.h"
 #include "server/rpc/rank_channel.h"
@@ -72,7 +73,9 @@ struct ExpertRank::Impl {
 
   v1::JoinRequest MakeJoinRequest() const;
   absl::StatusOr<v1::JoinResponse> Join();
-  void RunSession(const v1::JoinResponse& membership);
+  // Blocks until the session has ended, for whatever reason. RESOURCE_EXHAUSTED when it could not
+  // begin.
+  absl::Status RunSession(const v1::JoinResponse& membership);
   void SendHeartbeats(const v1::JoinResponse& membership);
   // One of several threads that take the session's commands in turns: who takes a slice lets
   // another one lead while it runs the step, so that steps overlap and none is handed over. Returns
@@ -192,8 +195,8 @@ absl::Status ExpertRank::Run() {
       LogInfo("joined the group", {{"control_plane", address},
                                    {"ep_rank", impl.options.engine->ep_rank()},
                                    {"member", membership->member_id()}});
-      impl.RunSession(*membership);
-      if (!impl.Wait(kMinBackoff)) break;
+      const absl::Status status = impl.RunSession(*membership);
+      if (!impl.Wait(status.ok() ? kMinBackoff : kMaxBackoff)) break;
       continue;
     }
     const absl::Status& error = membership.status();
@@ -227,7 +230,7 @@ absl::Status ExpertRank::Run() {
   return absl::OkStatus();
 }
 
-void ExpertRank::Impl::RunSession(const v1::JoinResponse& membership) {
+absl::Status ExpertRank::Impl::RunSession(const v1::JoinResponse& membership) {
   v1::StreamHello hello;
   hello.set_incarnation(membership.incarnation());
   hello.set_member_id(membership.member_id());
@@ -243,11 +246,18 @@ void ExpertRank::Impl::RunSession(const v1::JoinResponse& membership) {
     was_stopped = stopped;
   }
   if (was_stopped) own->Cancel();
-  std::thread heartbeats([this, &membership] { SendHeartbeats(membership); });
+  absl::StatusOr<std::thread> heartbeats =
+      StartThread([this, &membership] { SendHeartbeats(membership); });
+  absl::Status status = heartbeats.status();
   std::vector<std::thread> lanes;
-  for (int32_t lane = 1; lane < kMaxLanes; ++lane) {
-    lanes.emplace_back([this, &own, &membership] { RunLane(*own, membership); });
+  for (int32_t lane = 1; lane < kMaxLanes && status.ok(); ++lane) {
+    absl::StatusOr<std::thread> started =
+        StartThread([this, &own, &membership] { RunLane(*own, membership); });
+    status = started.status();
+    if (started.ok()) lanes.push_back(*std::move(started));
   }
+  // Steps that overlap count on all lanes.
+  if (!status.ok()) own->Fail(status);
   RunLane(*own, membership);
   for (std::thread& lane : lanes) lane.join();
   const absl::Status why = own->Next().status();
@@ -259,8 +269,9 @@ void ExpertRank::Impl::RunSession(const v1::JoinResponse& membership) {
     if (heartbeat_call != nullptr) heartbeat_call->TryCancel();
     changed.notify_all();
   }
-  heartbeats.join();
+  if (heartbeats.ok()) heartbeats->join();
   own->Finish();
+  return status;
 }
 
 void ExpertRank::Impl::SendHeartbeats(const v1::JoinResponse& membership) {

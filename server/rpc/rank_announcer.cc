@@ -10,6 +10,7 @@
 #include "grpcpp/client_context.h"
 #include "server/cluster/memory_need.h"
 #include "server/ops/logging.h"
+#include "server/ops/start_thread.h"
 #include "server/rpc/status_mapping.h"
 
 namespace expertmesh {
@@ -22,8 +23,15 @@ constexpr absl::Duration kMaxInterval = absl::Seconds(10);
 
 }  // namespace
 
-RankAnnouncer::RankAnnouncer(RankAnnouncerOptions options)
-    : options_(std::move(options)), thread_([this] { Run(); }) {}
+RankAnnouncer::RankAnnouncer(RankAnnouncerOptions options) : options_(std::move(options)) {
+  absl::StatusOr<std::thread> started = StartThread([this] { Run(); });
+  if (started.ok()) {
+    thread_ = *std::move(started);
+  } else {
+    LogWarning("the control plane will not see this rank load",
+               {{"why", started.status().message()}});
+  }
+}
 
 RankAnnouncer::~RankAnnouncer() {
   {
@@ -32,7 +40,7 @@ RankAnnouncer::~RankAnnouncer() {
     if (call_ != nullptr) call_->TryCancel();
     changed_.notify_all();
   }
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void RankAnnouncer::Run() {

@@ -36,8 +36,9 @@ class RankSession final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc:
   absl::StatusOr<ReceivedCommand> Next();
   // Nothing when the stream has ended.
   void Write(grpc::ByteBuffer message);
-  // Ends the stream; Next returns soon.
+  // Ends the stream, or says why it is of no use; Next returns soon.
   void Cancel();
+  void Fail(const absl::Status& status);
   // Cancels and blocks until gRPC is done with the stream. Once, before the last reference goes;
   // not on gRPC's threads.
   void Finish();
@@ -51,7 +52,6 @@ class RankSession final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc:
       : allocator_(allocator), on_epoch_end_(std::move(on_epoch_end)) {}
 
   void Pump();
-  void Fail(const absl::Status& status);
 
   Allocator* const allocator_;
   const std::function<void(const absl::Status&)> on_epoch_end_;

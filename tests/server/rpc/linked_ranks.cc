@@ -1,5 +1,7 @@
 #include "tests/server/rpc/linked_ranks.h"
 
+#include <grpc/grpc.h>
+
 #include <cstdlib>
 #include <utility>
 
@@ -12,6 +14,10 @@
 namespace expertmesh {
 
 LinkedRanks::LinkedRanks(const WeightSource& source, const Options& options) {
+  // As the programs do: grpc_shutdown would wait for ever for a thread that gRPC could not start
+  // (NoMoreThreads).
+  static const bool kept = (grpc_init(), true);
+  static_cast<void>(kept);
   const ModelSpec& model = source.model();
   const ModelSpec* models[] = {&model};
   RemoteExpertGroupOptions group_options = options.group;
@@ -90,6 +96,16 @@ bool LinkedRanks::AwaitEpochAfter(uint64_t epoch) {
     std::this_thread::yield();
   }
   return true;
+}
+
+uint64_t LinkedRanks::AwaitMember(int32_t ep_rank, uint64_t than) {
+  const absl::Time deadline = absl::Now() + absl::Minutes(1);
+  while (absl::Now() < deadline) {
+    const uint64_t member_id = group_->Members()[ep_rank].member_id;
+    if (member_id != 0 && member_id != than) return member_id;
+    std::this_thread::yield();
+  }
+  return 0;
 }
 
 }  // namespace expertmesh

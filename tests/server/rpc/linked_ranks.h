@@ -62,6 +62,8 @@ class LinkedRanks {
   absl::Status StopRank(int32_t ep_rank);
   // Blocks until an epoch after `epoch` stands; false after a minute.
   bool AwaitEpochAfter(uint64_t epoch);
+  // Blocks until the rank is a member, another one than `than`; its id, 0 after a minute.
+  uint64_t AwaitMember(int32_t ep_rank, uint64_t than);
 
  private:
   struct Rank {

@@ -10,6 +10,7 @@
 #include "absl/time/clock.h"
 #include "server/ops/call_error.h"
 #include "tests/server/cluster/random_moe.h"
+#include "tests/server/ops/no_more_threads.h"
 #include "tests/server/rpc/linked_ranks.h"
 
 namespace expertmesh {
@@ -83,6 +84,22 @@ TEST_F(RankLinkTest, AStepThatDoesNotFitTheWireIsSentToNobody) {
       ranks_.group().RunStep(*std::move(step), false, absl::Now() + absl::Seconds(100));
   EXPECT_EQ(result.status().code(), absl::StatusCode::kInvalidArgument) << result.status();
   ExpectWorks(DispatchMode::kAllToAll, epoch);
+}
+
+TEST_F(RankLinkTest, ARankThatGetsNoThreadsJoinsAgainUntilItDoes) {
+  const uint64_t epoch = ranks_.group().epoch();
+  {
+    const NoMoreThreads none;
+    ranks_.group().OnStreamEnded(ranks_.group().Members()[1].member_id,
+                                 absl::UnavailableError("the test cut it"));
+    // It comes and goes.
+    const uint64_t first = ranks_.AwaitMember(1, 0);
+    ASSERT_NE(first, 0u);
+    ASSERT_NE(ranks_.AwaitMember(1, first), 0u);
+    EXPECT_EQ(ranks_.group().epoch(), 0u);
+  }
+  ASSERT_TRUE(ranks_.AwaitEpochAfter(epoch));
+  ExpectWorks(DispatchMode::kAllToAll, ranks_.group().epoch());
 }
 
 }  // namespace
