@@ -1,8 +1,8 @@
 // Runs CUDA kernels on the CPU: included before the first line of each .cu file that CMake hands to
 // the host compiler here (-include). Keywords vanish, indices and barriers come from
-// grid_emulation.cc, and cudaLaunchKernelEx on the null stream runs the whole grid before it returns.
-// One host thread at a time. Memory that a kernel touches is the process's own, so sanitizers see
-// every access.
+// grid_emulation.cc, and cudaLaunchKernelEx on the null stream runs the whole grid before it
+// returns. One host thread at a time. Memory that a kernel touches is the process's own, so
+// sanitizers see every access.
 #ifndef EXPERTMESH_TESTS_KERNELS_CUDA_GRID_EMULATION_H_
 #define EXPERTMESH_TESTS_KERNELS_CUDA_GRID_EMULATION_H_
 
