@@ -23,14 +23,12 @@ DeviceMemory::~DeviceMemory() {
   static_cast<void>(cudaFree(data_));
 }
 
-void CopyToDevice(void* device, const void* host, int64_t size_bytes) {
-  CheckCuda(cudaMemcpy(device, host, static_cast<size_t>(size_bytes), cudaMemcpyHostToDevice),
-            "copy to the device");
-}
-
-void CopyToHost(void* host, const void* device, int64_t size_bytes) {
-  CheckCuda(cudaMemcpy(host, device, static_cast<size_t>(size_bytes), cudaMemcpyDeviceToHost),
-            "copy from the device");
+void CopyBlocking(void* to, const void* from, int64_t size_bytes, cudaMemcpyKind kind) {
+  cudaStream_t stream = nullptr;
+  CheckCuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream for a copy");
+  CheckCuda(cudaMemcpyAsync(to, from, static_cast<size_t>(size_bytes), kind, stream), "a copy");
+  CheckCuda(cudaStreamSynchronize(stream), "a copy");
+  CheckCuda(cudaStreamDestroy(stream), "a copy's end");
 }
 
 }  // namespace expertmesh

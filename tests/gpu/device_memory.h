@@ -32,20 +32,20 @@ class DeviceMemory {
   int64_t size_bytes_;
 };
 
-// Blocking copies.
-void CopyToDevice(void* device, const void* host, int64_t size_bytes);
-void CopyToHost(void* host, const void* device, int64_t size_bytes);
+void CopyBlocking(void* to, const void* from, int64_t size_bytes, cudaMemcpyKind kind);
 
 template <class T>
 void CopyToDevice(const DeviceMemory& device, const std::vector<T>& host) {
-  CopyToDevice(device.data(), host.data(), static_cast<int64_t>(host.size() * sizeof(T)));
+  CopyBlocking(device.data(), host.data(), static_cast<int64_t>(host.size() * sizeof(T)),
+               cudaMemcpyHostToDevice);
 }
 
+// `count` elements from element `first` on.
 template <class T>
 std::vector<T> ReadDevice(const void* device, int64_t first, int64_t count) {
   std::vector<T> host(static_cast<size_t>(count));
-  CopyToHost(host.data(), static_cast<const T*>(device) + first,
-             count * static_cast<int64_t>(sizeof(T)));
+  CopyBlocking(host.data(), static_cast<const T*>(device) + first,
+               count * static_cast<int64_t>(sizeof(T)), cudaMemcpyDeviceToHost);
   return host;
 }
 

@@ -30,12 +30,11 @@ void RandomPattern::Fill(void* device, int64_t count) const {
   const int64_t element_bytes = DTypeBytes(dtype_);
   auto* bytes = static_cast<std::byte*>(device);
   int64_t filled = std::min(count, kSize);
-  CopyToDevice(bytes, bytes_.data(), filled * element_bytes);
+  CopyBlocking(bytes, bytes_.data(), filled * element_bytes, cudaMemcpyHostToDevice);
   while (filled < count) {
     const int64_t more = std::min(filled, count - filled);
-    CheckCuda(cudaMemcpy(bytes + filled * element_bytes, bytes,
-                         static_cast<size_t>(more * element_bytes), cudaMemcpyDeviceToDevice),
-              "copy of a pattern");
+    CopyBlocking(bytes + filled * element_bytes, bytes, more * element_bytes,
+                 cudaMemcpyDeviceToDevice);
     filled += more;
   }
 }
