@@ -3,7 +3,8 @@
 # with two expert-parallel ranks in one process, calls it, and stops what it started.
 # usage: deploy/quickstart.sh [--serve DIR] [--listen HOST:PORT] [-- FLAGS]
 #   --serve DIR          serve the Hugging Face checkpoint in DIR and keep serving until Ctrl-C
-#   --listen HOST:PORT   where (default: a free port of 127.0.0.1; with --serve 127.0.0.1:50051)
+#   --listen HOST:PORT   where (default: a free port of 127.0.0.1; with --serve 127.0.0.1:50051, and metrics on
+#                        127.0.0.1:9464; another place with --serve: metrics where its log says)
 #   -- FLAGS             passed to expertmesh-control-plane, e.g. -- --local_ranks=4 --max_deadline=10s
 # On loopback it serves `expertmesh status` as well (--allow_admin); on other addresses, where whoever reaches the port
 # could then stop the service, that takes -- --allow_admin.
@@ -57,6 +58,8 @@ readonly CLI=$BUILD/bin/expertmesh
 readonly SERVER=$BUILD/bin/expertmesh-control-plane
 
 if [[ -n "$serve" ]]; then
+  # A second server on this machine needs another port for its metrics as well.
+  [[ -z "$listen" || "$listen" == 127.0.0.1:50051 ]] || flags=(--metrics_listen=127.0.0.1:0 "${flags[@]}")
   listen=${listen:-127.0.0.1:50051}
   say "serving $serve on $listen until Ctrl-C; \`$CLI help\` tells what to try in another terminal"
   exec "$SERVER" --checkpoint="$serve" --local_ranks=2 --listen="$listen" "${flags[@]}"

@@ -59,14 +59,9 @@ bool SameServer(const v1::ServedBy& a, const v1::ServedBy& b) {
 
 absl::StatusOr<BenchVerification> Verify(ExpertClient& client,
                                          const std::vector<std::unique_ptr<ForwardJob>>& load,
-                                         const std::vector<BenchSample>& samples) {
+                                         const std::vector<BenchSample>& samples,
+                                         const WeightSource* weights) {
   BenchVerification result;
-  std::unique_ptr<CheckpointWeightSource> weights;
-  if (const std::string directory = absl::GetFlag(FLAGS_check); !directory.empty()) {
-    auto opened = CheckpointWeightSource::Open(directory);
-    if (!opened.ok()) return opened.status();
-    weights = *std::move(opened);
-  }
   for (const BenchSample& sample : samples) {
     const ForwardJob& job = *load[sample.request];
     const absl::StatusOr<ForwardOutput> alone = client.Forward(job.input, CallOptionsFromFlags());
@@ -207,6 +202,12 @@ absl::Status Run() {
     return absl::InvalidArgumentError(
         "this client cannot draw rows of the model's own activation dtype; name one with --dtype");
   }
+  std::unique_ptr<CheckpointWeightSource> weights;
+  if (const std::string directory = absl::GetFlag(FLAGS_check); !directory.empty()) {
+    auto opened = CheckpointWeightSource::Open(directory);
+    if (!opened.ok()) return OfFlag("check", opened.status());
+    weights = *std::move(opened);
+  }
   const auto load = MakeBenchLoad(*model, load_options);
   if (!load.ok()) return load.status();
   if (!JsonWanted()) {
@@ -222,7 +223,7 @@ absl::Status Run() {
       [&](absl::Duration duration) { return ctrl_c.Sleep(duration); });
   ctrl_c.Unblock();
   line.Draw(absl::StrCat("verifying ", report.result.samples.size(), " answers"));
-  report.verification = Verify(**client, *load, report.result.samples);
+  report.verification = Verify(**client, *load, report.result.samples, weights.get());
   line.Erase();
   if (JsonWanted()) {
     PrintBenchJson(report);

@@ -27,10 +27,10 @@ namespace {
 absl::StatusOr<std::string> ReadPem(const char* flag, const std::string& path) {
   if (path.empty()) return std::string();
   std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::NotFoundError(absl::StrCat("--", flag, "=", path, ": cannot be read"));
+  if (!file) return absl::NotFoundError(absl::StrCat("--", flag, ": ", path, " cannot be read"));
   std::string text(std::istreambuf_iterator<char>(file), {});
   if (!absl::StrContains(text, "-----BEGIN ")) {
-    return absl::InvalidArgumentError(absl::StrCat("--", flag, "=", path, ": holds no PEM block"));
+    return absl::InvalidArgumentError(absl::StrCat("--", flag, ": ", path, " holds no PEM block"));
   }
   return text;
 }

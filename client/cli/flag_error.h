@@ -11,6 +11,9 @@ namespace expertmesh {
 absl::Status FlagError(absl::string_view message);
 bool IsFlagError(const absl::Status& status);
 
+// The same error with the flag before its message; OK stays OK.
+absl::Status OfFlag(absl::string_view flag, const absl::Status& status);
+
 }  // namespace expertmesh
 
 #endif  // EXPERTMESH_CLIENT_CLI_FLAG_ERROR_H_

@@ -117,12 +117,14 @@ absl::Status PrepareForAnswer(const ForwardJob& job,
   if (const std::string path = absl::GetFlag(FLAGS_output); !path.empty()) {
     const DType asked = MemoryDType(job.input.options.output_dtype());
     const DType dtype = asked == DType::kInvalid ? job.hidden_states.dtype : asked;
-    if (absl::Status status = CanWriteTensorFile(path, dtype); !status.ok()) return status;
+    if (absl::Status status = CanWriteTensorFile(path, dtype); !status.ok()) {
+      return OfFlag("output", status);
+    }
   }
   if (const std::string directory = absl::GetFlag(FLAGS_check); !directory.empty()) {
     absl::StatusOr<std::unique_ptr<CheckpointWeightSource>> opened =
         CheckpointWeightSource::Open(directory);
-    if (!opened.ok()) return opened.status();
+    if (!opened.ok()) return OfFlag("check", opened.status());
     weights = *std::move(opened);
   }
   return absl::OkStatus();

@@ -99,7 +99,7 @@ TensorBytes Bytes(const FileTensor& tensor) {
 
 absl::StatusOr<FileTensor> ReadMatrix(const char* flag, const std::string& path) {
   absl::StatusOr<FileTensor> tensor = ReadTensorFile(path);
-  if (!tensor.ok()) return tensor;
+  if (!tensor.ok()) return OfFlag(flag, tensor.status());
   if (tensor->shape.size() != 2) {
     return absl::InvalidArgumentError(absl::StrCat("--", flag, "=", path, ": shape [",
                                                    absl::StrJoin(tensor->shape, ", "),

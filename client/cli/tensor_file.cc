@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/types/span.h"
+#include "client/cli/flag_error.h"
 #include "server/model/safetensors_file.h"
 #include "server/model/safetensors_writer.h"
 #include "server/model/stored_dtype.h"
@@ -28,7 +29,7 @@ absl::Status InFile(const std::string& path, const absl::Status& status) {
 
 absl::StatusOr<FileTensor> ReadNpy(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::NotFoundError(absl::StrCat(path, ": cannot be read"));
+  if (!file) return absl::NotFoundError(absl::StrCat(path, " cannot be read"));
   const std::string bytes(std::istreambuf_iterator<char>(file), {});
   absl::StatusOr<FileTensor> tensor = ParseNpy(bytes);
   return tensor.ok() ? std::move(tensor) : InFile(path, tensor.status());
@@ -86,8 +87,7 @@ absl::Status WriteNpy(const std::string& path, const FileTensor& tensor) {
 }
 
 absl::Status UnknownEnding(const std::string& path) {
-  return absl::InvalidArgumentError(
-      absl::StrCat(path, ": must end with .npy or ", kSafetensorsEnding));
+  return FlagError(absl::StrCat(path, ": must end with .npy or ", kSafetensorsEnding));
 }
 
 }  // namespace

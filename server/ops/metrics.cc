@@ -198,7 +198,9 @@ absl::StatusOr<std::unique_ptr<MetricsExposer>> MetricsExposer::Start(
     impl->exposer->RegisterCollectable(registry->impl_);
   } catch (const std::exception& error) {
     return absl::UnavailableError(
-        absl::StrCat("cannot listen on ", address, " (taken, or not an address of this machine)"));
+        absl::StrCat("cannot listen on ", address,
+                     " (taken, or not an address of this machine); port 0: the "
+                     "system chooses one"));
   }
   return std::unique_ptr<MetricsExposer>(new MetricsExposer(std::move(impl)));
 }

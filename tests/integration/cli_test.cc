@@ -188,8 +188,10 @@ TEST_F(CliTest, WhatOnlyTheServerKnowsExitsWithOne) {
   } cases[] = {
       {{"forward", "--layer=7"}, "--layer=7 of model tiny has no experts"},
       {{"forward", "--output=y.npy"}, "NumPy has no bfloat16"},
-      {{"forward", "--check=/no/such/checkpoint"}, "/no/such/checkpoint"},
-      {{"forward", "--hidden=/no/such/file.npy"}, "/no/such/file.npy"},
+      {{"forward", "--check=/no/such/checkpoint"}, "--check: file '/no/such/checkpoint"},
+      {{"bench", "--check=/no/such/checkpoint"}, "--check: file '/no/such/checkpoint"},
+      {{"forward", "--hidden=/no/such/file.npy"}, "--hidden: /no/such/file.npy cannot be read"},
+      {{"forward", "--dtype=float32", "--output=/no/such/y.npy"}, "there is no folder /no/such"},
       {{"bench", "--layers=7"}, "layer 7 of model tiny has no experts"},
   };
   for (const auto& bad : cases) {
