@@ -103,6 +103,12 @@ class ExpertKernels {
   virtual absl::Status GroupedFfn(const GroupedFfnParams& params, Stream& stream) = 0;
 };
 
+// What every implementation refuses: INVALID_ARGUMENT with the field, its value and the limit.
+absl::Status CheckExpertLayerShape(const ExpertLayerShape& shape);
+absl::Status CheckExpertWeights(int32_t local_expert_id, const ExpertWeights& weights,
+                                const ExpertLayerShape& shape);
+absl::Status CheckGroupedFfn(const GroupedFfnParams& params, const ExpertLayerShape& shape);
+
 }  // namespace expertmesh
 
 #endif  // EXPERTMESH_KERNELS_EXPERT_KERNELS_H_

@@ -66,10 +66,8 @@ class CpuExpertKernels : public ExpertKernels {
   int64_t weight_bytes() const override { return experts_->size_bytes(); }
 
   absl::Status LoadExpert(int32_t local_expert_id, const ExpertWeights& weights) override {
-    if (local_expert_id < 0 || local_expert_id >= shape_.num_local_experts) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "local expert ", local_expert_id, " is not in [0, ", shape_.num_local_experts, ")"));
-    }
+    absl::Status status = CheckExpertWeights(local_expert_id, weights, shape_);
+    if (!status.ok()) return status;
     return experts_->Load(local_expert_id, weights);
   }
 
@@ -107,50 +105,16 @@ class CpuExpertKernels : public ExpertKernels {
 
 absl::StatusOr<std::vector<ActiveExpert>> CpuExpertKernels::FindActiveExperts(
     const GroupedFfnParams& params) const {
-  if (!IsActivationDType(params.activation_dtype)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("activation_dtype ", std::string(DTypeName(params.activation_dtype)),
-                     ": CPU kernels take float32, float16 and bfloat16"));
-  }
-  if (params.arena == nullptr) return absl::InvalidArgumentError("arena is null");
-  const size_t num_experts = static_cast<size_t>(shape_.num_local_experts);
+  if (absl::Status status = CheckGroupedFfn(params, shape_); !status.ok()) return status;
   std::vector<ActiveExpert> active;
-  if (params.format == ActivationFormat::kContiguous) {
-    const absl::Span<const int64_t> offsets = params.expert_offsets;
-    if (offsets.size() != num_experts + 1 || offsets[0] != 0) {
-      return absl::InvalidArgumentError(absl::StrCat("expert_offsets has ", offsets.size(),
-                                                     " entries, not ", num_experts + 1,
-                                                     ", or does not start at 0"));
-    }
-    for (size_t e = 0; e < num_experts; ++e) {
-      if (offsets[e + 1] < offsets[e]) {
-        return absl::InvalidArgumentError(absl::StrCat("expert_offsets descend at expert ", e));
-      }
-      if (offsets[e + 1] > offsets[e]) {
-        active.push_back({static_cast<int32_t>(e), offsets[e], offsets[e + 1] - offsets[e]});
-      }
-    }
-  } else {
-    if (params.expert_num_tokens.size() != num_experts) {
-      return absl::InvalidArgumentError(absl::StrCat("expert_num_tokens has ",
-                                                     params.expert_num_tokens.size(),
-                                                     " entries, not ", num_experts));
-    }
-    for (size_t e = 0; e < num_experts; ++e) {
-      const int32_t num_tokens = params.expert_num_tokens[e];
-      if (num_tokens < 0 || num_tokens > params.max_rows_per_expert) {
-        return absl::InvalidArgumentError(absl::StrCat("expert_num_tokens of expert ", e, " is ",
-                                                       num_tokens, ", not in [0, ",
-                                                       params.max_rows_per_expert, "]"));
-      }
-      if (num_tokens > 0) {
-        active.push_back({static_cast<int32_t>(e),
-                          static_cast<int64_t>(e) * params.max_rows_per_expert, num_tokens});
-      }
-    }
-  }
-  if (!active.empty() && (params.rows == nullptr || params.output == nullptr)) {
-    return absl::InvalidArgumentError("rows or output is null");
+  for (int32_t e = 0; e < shape_.num_local_experts; ++e) {
+    const size_t index = static_cast<size_t>(e);
+    const bool batched = params.format == ActivationFormat::kBatched;
+    const int64_t first_row =
+        batched ? e * params.max_rows_per_expert : params.expert_offsets[index];
+    const int64_t num_rows =
+        batched ? params.expert_num_tokens[index] : params.expert_offsets[index + 1] - first_row;
+    if (num_rows > 0) active.push_back({e, first_row, num_rows});
   }
   return active;
 }

@@ -96,16 +96,7 @@ std::vector<float> PadBias(const float* bias, int64_t count, int64_t padded_coun
 
 absl::StatusOr<std::unique_ptr<PackedExperts>> PackedExperts::Create(
     const ExpertLayerShape& shape) {
-  if (shape.num_local_experts < 0 || shape.hidden_size < 1 || shape.intermediate_size < 1) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "expert layer of ", shape.num_local_experts, " experts, hidden_size ", shape.hidden_size,
-        ", intermediate_size ", shape.intermediate_size, ": sizes must be at least 1"));
-  }
-  if (!IsActivationDType(shape.weight_dtype)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("weight dtype ", std::string(DTypeName(shape.weight_dtype)),
-                     ": CPU kernels pack float32, float16 and bfloat16"));
-  }
+  if (absl::Status status = CheckExpertLayerShape(shape); !status.ok()) return status;
   std::unique_ptr<PackedExperts> experts(new PackedExperts(shape));
   experts->num_gate_up_panels_ = CeilDivide(shape.intermediate_size, kPanelHalf);
   experts->num_down_panels_ = CeilDivide(shape.hidden_size, kPanelColumns);
@@ -155,13 +146,6 @@ PackedExperts::~PackedExperts() {
 }
 
 absl::Status PackedExperts::Load(int32_t local_expert_id, const ExpertWeights& weights) {
-  for (const auto& [matrix, name] : {std::pair{&weights.gate, "gate"}, std::pair{&weights.up, "up"},
-                                     std::pair{&weights.down, "down"}}) {
-    if (matrix->data == nullptr) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("local expert ", local_expert_id, " has no ", name, " matrix"));
-    }
-  }
   const int64_t hidden_size = shape_.hidden_size;
   const int64_t intermediate_size = shape_.intermediate_size;
   // Padding is not written: the pages start as zeros.

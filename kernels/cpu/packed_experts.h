@@ -23,7 +23,7 @@ class PackedExperts {
   PackedExperts(const PackedExperts&) = delete;
   PackedExperts& operator=(const PackedExperts&) = delete;
 
-  // Packs expert `local_expert_id`, which is in range.
+  // Packs expert `local_expert_id`; both as CheckExpertWeights.
   absl::Status Load(int32_t local_expert_id, const ExpertWeights& weights);
 
   // Bytes of all experts, padding included.

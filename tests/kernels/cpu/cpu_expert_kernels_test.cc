@@ -1,7 +1,5 @@
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -10,6 +8,7 @@
 #include "gtest/gtest.h"
 #include "kernels/base/host_buffer_pool.h"
 #include "kernels/cpu/cpu_kernels.h"
+#include "tests/conformance/expert_kernels_conformance.h"
 #include "tests/kernels/cpu/random_layer.h"
 
 namespace expertmesh {
@@ -32,6 +31,37 @@ ParallelForOptions Threads(int num_threads) {
   options.num_threads = num_threads;
   return options;
 }
+
+class CpuExpertKernelsDevice : public ExpertKernelsDevice {
+ public:
+  explicit CpuExpertKernelsDevice(CpuIsa isa) : isa_(isa) {}
+  absl::StatusOr<std::unique_ptr<ExpertKernels>> NewKernels(
+      const ExpertLayerShape& shape) override {
+    return NewCpuExpertKernels(shape, isa_, &parallel_for_);
+  }
+  Stream& stream() override { return *stream_; }
+  Allocator& allocator() override { return memory_; }
+
+ private:
+  const CpuIsa isa_;
+  HostBufferPool memory_;
+  ParallelFor parallel_for_{Threads(2)};
+  const std::unique_ptr<Stream> stream_ = NewInlineHostStream();
+};
+
+std::vector<ExpertKernelsKind> CpuKinds() {
+  std::vector<ExpertKernelsKind> kinds;
+  for (const CpuIsa isa : SupportedCpuIsas()) {
+    kinds.push_back(
+        {CpuIsaName(isa), [isa] { return std::make_unique<CpuExpertKernelsDevice>(isa); }});
+  }
+  return kinds;
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, ExpertKernelsConformance,
+                         testing::Combine(testing::ValuesIn(CpuKinds()), testing::ValuesIn(kDTypes),
+                                          testing::ValuesIn(kDTypes)),
+                         ExpertKernelsParamName);
 
 // Every instruction set here, activation dtype and weight dtype.
 class CpuExpertKernelsTest : public testing::TestWithParam<std::tuple<CpuIsa, DType, DType>> {
@@ -78,30 +108,6 @@ TEST_P(CpuExpertKernelsTest, LargeSizes) {
   Check(layer, {2, 4, 9}, 77);
 }
 
-TEST_P(CpuExpertKernelsTest, ActivationsWithBiases) {
-  for (const Activation activation :
-       {Activation::kSiluMul, Activation::kGeluMul, Activation::kClampedSwiGlu}) {
-    ExpertLayerShape shape = Shape(3, 50, 37, weight_dtype_);
-    shape.activation = activation;
-    shape.swiglu_limit = 1.5f;  // low enough to be reached
-    const RandomLayer layer(shape, /*with_biases=*/true, 5);
-    Check(layer, {5, 0, 9}, 5);
-  }
-}
-
-TEST_P(CpuExpertKernelsTest, ManyExpertsOneRowEach) {
-  const RandomLayer layer(Shape(64, 40, 24, weight_dtype_), /*with_biases=*/false, 9);
-  Check(layer, std::vector<int32_t>(64, 1), 9);
-  std::vector<int32_t> one_hot(64, 0);
-  one_hot[63] = 30;
-  Check(layer, one_hot, 10);
-}
-
-TEST_P(CpuExpertKernelsTest, NoRows) {
-  const RandomLayer layer(Shape(3, 8, 8, weight_dtype_), /*with_biases=*/false, 3);
-  Check(layer, {0, 0, 0}, 3);
-}
-
 std::string ParamName(const testing::TestParamInfo<std::tuple<CpuIsa, DType, DType>>& info) {
   return std::string(CpuIsaName(std::get<0>(info.param))) + "_" +
          std::string(DTypeName(std::get<1>(info.param))) + "_rows_" +
@@ -145,31 +151,6 @@ TEST_P(CpuExpertKernelsInvarianceTest, ARowsBytesDependOnNothingElse) {
         ASSERT_EQ(std::memcmp(together[1].data() + position * hidden_size, alone[1].data(),
                               static_cast<size_t>(hidden_size) * sizeof(float)),
                   0);
-      }
-    }
-  }
-}
-
-TEST_P(CpuExpertKernelsInvarianceTest, ANanStaysInItsRow) {
-  const RandomLayer layer(Shape(1, 67, 45, weight_dtype_), /*with_biases=*/false, 41);
-  ParallelFor parallel_for(Threads(1));
-  const std::unique_ptr<ExpertKernels> kernels = layer.Load(isa_, &parallel_for);
-  for (const double bad :
-       {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
-    RowsByExpert rows = RandomRows(layer.shape, {14}, activation_dtype_, 42);
-    const OutputByExpert clean =
-        RunFfn(*kernels, rows, activation_dtype_, ActivationFormat::kBatched);
-    rows[0][5 * 67 + 3] = bad;
-    const OutputByExpert output =
-        RunFfn(*kernels, rows, activation_dtype_, ActivationFormat::kBatched);
-    for (size_t row = 0; row < 14; ++row) {
-      for (size_t column = 0; column < 67; ++column) {
-        const float value = output[0][row * 67 + column];
-        if (row == 5) {
-          EXPECT_FALSE(std::isfinite(value));
-        } else {
-          ASSERT_EQ(value, clean[0][row * 67 + column]) << row;
-        }
       }
     }
   }

@@ -58,26 +58,6 @@ TEST_F(GroupedFfnArgumentsTest, TakesWhatFits) {
   EXPECT_EQ(Code(batched_, [](GroupedFfnParams&) {}), absl::StatusCode::kOk);
 }
 
-TEST_F(GroupedFfnArgumentsTest, RefusesWhatDoesNot) {
-  const absl::StatusCode refused = absl::StatusCode::kInvalidArgument;
-  for (const GroupedFfnParams& params : {contiguous_, batched_}) {
-    EXPECT_EQ(Code(params, [](GroupedFfnParams& p) { p.activation_dtype = DType::kInt8; }),
-              refused);
-    EXPECT_EQ(Code(params, [](GroupedFfnParams& p) { p.arena = nullptr; }), refused);
-    EXPECT_EQ(Code(params, [](GroupedFfnParams& p) { p.rows = nullptr; }), refused);
-    EXPECT_EQ(Code(params, [](GroupedFfnParams& p) { p.output = nullptr; }), refused);
-  }
-  for (const std::vector<int64_t>& offsets :
-       {std::vector<int64_t>{}, {0, 1}, {0, 1, 2, 3}, {1, 2, 3}, {0, 2, 1}, {0, -1, 1}}) {
-    EXPECT_EQ(Code(contiguous_, [&](GroupedFfnParams& p) { p.expert_offsets = offsets; }), refused);
-  }
-  for (const std::vector<int32_t>& num_tokens :
-       {std::vector<int32_t>{}, {1}, {1, 1, 1}, {-1, 1}, {0, 3}}) {
-    EXPECT_EQ(Code(batched_, [&](GroupedFfnParams& p) { p.expert_num_tokens = num_tokens; }),
-              refused);
-  }
-}
-
 // The kernels touch rows, output and arena only in the stream's order: on a device whose memory
 // refuses all other accesses they work.
 TEST_F(GroupedFfnArgumentsTest, TouchesMemoryInStreamOrderOnly) {

@@ -105,14 +105,18 @@ ExpertWeights RandomLayer::Weights(int32_t e) const {
   return weights;
 }
 
+void RandomLayer::LoadInto(ExpertKernels& kernels) const {
+  for (int32_t e = 0; e < shape.num_local_experts; ++e) {
+    const absl::Status status = kernels.LoadExpert(e, Weights(e));
+    EXPECT_TRUE(status.ok()) << status;
+  }
+}
+
 std::unique_ptr<ExpertKernels> RandomLayer::Load(CpuIsa isa, ParallelFor* parallel_for) const {
   absl::StatusOr<std::unique_ptr<ExpertKernels>> kernels =
       NewCpuExpertKernels(shape, isa, parallel_for);
   EXPECT_TRUE(kernels.ok()) << kernels.status();
-  for (int32_t e = 0; e < shape.num_local_experts; ++e) {
-    const absl::Status status = (*kernels)->LoadExpert(e, Weights(e));
-    EXPECT_TRUE(status.ok()) << status;
-  }
+  LoadInto(**kernels);
   return *std::move(kernels);
 }
 
@@ -128,6 +132,13 @@ RowsByExpert RandomRows(const ExpertLayerShape& shape, const std::vector<int32_t
 
 OutputByExpert RunFfn(ExpertKernels& kernels, const RowsByExpert& rows, DType activation_dtype,
                       ActivationFormat format) {
+  HostBufferPool pool;
+  const std::unique_ptr<Stream> stream = NewInlineHostStream();
+  return RunFfn(kernels, rows, activation_dtype, format, {pool, *stream});
+}
+
+OutputByExpert RunFfn(ExpertKernels& kernels, const RowsByExpert& rows, DType activation_dtype,
+                      ActivationFormat format, const FfnDevice& device) {
   const int64_t hidden_size = kernels.shape().hidden_size;
   std::vector<int64_t> offsets = {0};
   std::vector<int32_t> num_tokens;
@@ -152,25 +163,33 @@ OutputByExpert RunFfn(ExpertKernels& kernels, const RowsByExpert& rows, DType ac
   }
   const std::vector<std::byte> input_bytes = ToBytes(input, activation_dtype);
 
-  HostBufferPoolOptions poisoned;
-  poisoned.poison_byte = 0xff;
-  HostBufferPool pool(poisoned);
-  StepArena arena(&pool);
+  const absl::Time deadline = absl::Now() + absl::Minutes(5);
+  const auto copy = [&](void* to, const void* from, size_t size_bytes) {
+    absl::Status copied = device.stream.Copy(to, from, static_cast<int64_t>(size_bytes));
+    EXPECT_TRUE(copied.ok()) << copied;
+  };
+  StepArena arena(&device.allocator);
   const size_t output_size = static_cast<size_t>(num_rows * hidden_size);
-  absl::Span<float> output = arena.AllocateSpan<float>(static_cast<int64_t>(output_size)).value();
+  std::vector<float> output(output_size);
+  std::memset(output.data(), 0xff, output_size * sizeof(float));
+  float* const device_output =
+      arena.AllocateSpan<float>(static_cast<int64_t>(output_size)).value().data();
+  std::byte* const device_rows = arena.Allocate(static_cast<int64_t>(input_bytes.size())).value();
+  copy(device_output, output.data(), output_size * sizeof(float));
+  copy(device_rows, input_bytes.data(), input_bytes.size());
   GroupedFfnParams params;
   params.format = format;
   params.activation_dtype = activation_dtype;
-  params.rows = input_bytes.data();
+  params.rows = device_rows;
   params.expert_offsets = offsets;
   params.expert_num_tokens = num_tokens;
   params.max_rows_per_expert = max_rows;
-  params.output = output.data();
+  params.output = device_output;
   params.arena = &arena;
-  const std::unique_ptr<Stream> stream = NewInlineHostStream();
-  const absl::Status enqueued = kernels.GroupedFfn(params, *stream);
+  const absl::Status enqueued = kernels.GroupedFfn(params, device.stream);
   EXPECT_TRUE(enqueued.ok()) << enqueued;
-  const absl::Status waited = stream->Wait(absl::Now() + absl::Minutes(5));
+  copy(output.data(), device_output, output_size * sizeof(float));
+  const absl::Status waited = device.stream.Wait(deadline);
   EXPECT_TRUE(waited.ok()) << waited;
 
   OutputByExpert result(rows.size());

@@ -22,7 +22,9 @@ ReferenceRounding RoundingOf(DType dtype);
 // One expert layer with random weights, as the reference and the kernels want it.
 struct RandomLayer {
   RandomLayer(const ExpertLayerShape& layer_shape, bool with_biases, uint64_t seed);
-  // Packs all experts; fails the test when that fails.
+  // Load all experts into `kernels`; fails the test when that fails.
+  void LoadInto(ExpertKernels& kernels) const;
+  // The same into new kernels of the CPU.
   std::unique_ptr<ExpertKernels> Load(CpuIsa isa, ParallelFor* parallel_for) const;
   // Views of expert e's weights in the fields below.
   ExpertWeights Weights(int32_t e) const;
@@ -43,8 +45,17 @@ using OutputByExpert = std::vector<std::vector<float>>;
 RowsByExpert RandomRows(const ExpertLayerShape& shape, const std::vector<int32_t>& rows_per_expert,
                         DType dtype, uint64_t seed);
 
+// Where kernels work.
+struct FfnDevice {
+  Allocator& allocator;
+  Stream& stream;
+};
+
 // Runs the FFN and takes its output apart again. Memory is poisoned with NaNs; fails the test when
 // a due row was not written, or when a row of the batched format was that is not due.
+OutputByExpert RunFfn(ExpertKernels& kernels, const RowsByExpert& rows, DType activation_dtype,
+                      ActivationFormat format, const FfnDevice& device);
+// On the host.
 OutputByExpert RunFfn(ExpertKernels& kernels, const RowsByExpert& rows, DType activation_dtype,
                       ActivationFormat format);
 

@@ -6,7 +6,7 @@
 #include "gtest/gtest.h"
 #include "kernels/cuda/cuda_status.h"
 #include "tests/conformance/allocator_conformance.h"
-#include "tests/kernels/cuda/emulated_cuda_runtime.h"
+#include "tests/kernels/cuda/emulated_cuda_test.h"
 
 namespace expertmesh {
 namespace {
@@ -26,9 +26,9 @@ INSTANTIATE_TEST_SUITE_P(
                       [] { return std::make_unique<CudaAllocator>(CudaMemory::kPinnedHost, 0); }}),
     [](const auto& test) { return test.param.name; });
 
-class CudaAllocatorTest : public testing::Test {
+class CudaAllocatorTest : public EmulatedCudaTest {
  protected:
-  void SetUp() override { ResetEmulatedCuda({.num_devices = 2, .memory_bytes = 10 << 20}); }
+  CudaAllocatorTest() : EmulatedCudaTest({.num_devices = 2, .memory_bytes = 10 << 20}) {}
 };
 
 TEST_F(CudaAllocatorTest, TellsWhereItsMemoryIs) {

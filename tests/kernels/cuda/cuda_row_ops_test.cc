@@ -11,7 +11,7 @@
 #include "kernels/cpu/cpu_kernels.h"
 #include "kernels/cuda/cuda_stream.h"
 #include "tests/conformance/row_ops_conformance.h"
-#include "tests/kernels/cuda/emulated_cuda_runtime.h"
+#include "tests/kernels/cuda/emulated_cuda_test.h"
 
 namespace expertmesh {
 namespace {
@@ -49,9 +49,8 @@ INSTANTIATE_TEST_SUITE_P(
         testing::ValuesIn(kDTypes)),
     RowOpsConformanceName);
 
-class CudaRowOpsTest : public testing::Test {
+class CudaRowOpsTest : public EmulatedCudaTest {
  protected:
-  void SetUp() override { ResetEmulatedCuda(); }
   static absl::Time Soon() { return absl::Now() + absl::Minutes(2); }
 };
 

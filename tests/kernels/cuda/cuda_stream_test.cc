@@ -11,7 +11,7 @@
 #include "kernels/cuda/cuda_allocator.h"
 #include "kernels/cuda/cuda_status.h"
 #include "tests/conformance/stream_conformance.h"
-#include "tests/kernels/cuda/emulated_cuda_runtime.h"
+#include "tests/kernels/cuda/emulated_cuda_test.h"
 
 namespace expertmesh {
 namespace {
@@ -24,14 +24,12 @@ std::unique_ptr<Stream> NewStream() { return CudaStreamPool(0).NewStream(); }
 INSTANTIATE_TEST_SUITE_P(Cuda, StreamConformance, testing::Values(StreamKind{"Cuda", NewStream}),
                          [](const auto& test) { return test.param.name; });
 
-class CudaStreamTest : public testing::Test {
+class CudaStreamTest : public EmulatedCudaTest {
  protected:
   static absl::Time Soon() { return absl::Now() + absl::Seconds(30); }
   static absl::Status Copy(Stream& stream, const Buffer& buffer, const std::vector<char>& bytes) {
     return stream.Copy(buffer.data(), bytes.data(), static_cast<int64_t>(bytes.size()));
   }
-
-  void SetUp() override { ResetEmulatedCuda(); }
 
   CudaAllocator allocator_{CudaMemory::kDevice, 0};
   CudaAllocator pinned_{CudaMemory::kPinnedHost, 0};

@@ -60,6 +60,7 @@ class Runtime {
   };
   std::map<std::string, Failure> call_failures;
   std::unique_ptr<Failure> work_failure;
+  int64_t copies_until_corrupt = -1;  // -1: never
 
   // The error that this call is to fail with.
   cudaError_t Enter(const char* function) {
@@ -171,6 +172,7 @@ void ResetEmulatedCuda(const EmulatedCudaOptions& options) {
   runtime.random.seed(options.seed);
   runtime.call_failures.clear();
   runtime.work_failure = nullptr;
+  runtime.copies_until_corrupt = -1;
   last_error = cudaSuccess;
 }
 
@@ -184,6 +186,12 @@ void FailEmulatedWork(cudaError_t error, int64_t num_successes) {
   Runtime& runtime = TheRuntime();
   const std::lock_guard<std::mutex> lock(runtime.mutex);
   runtime.work_failure = std::make_unique<Runtime::Failure>(Runtime::Failure{error, num_successes});
+}
+
+void CorruptEmulatedCopy(int64_t num_successes) {
+  Runtime& runtime = TheRuntime();
+  const std::lock_guard<std::mutex> lock(runtime.mutex);
+  runtime.copies_until_corrupt = num_successes;
 }
 
 void HangEmulatedDevice(bool hang) {
@@ -410,8 +418,11 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyK
       return cudaErrorInvalidValue;
     }
     ++runtime.counts.copies;
+    const bool is_corrupt =
+        runtime.copies_until_corrupt >= 0 && runtime.copies_until_corrupt-- == 0;
     return Push(runtime, stream, {nullptr, [=] {
                                     std::memcpy(to, from, size);
+                                    if (is_corrupt) static_cast<char*>(to)[size - 1] ^= 1;
                                     return cudaSuccess;
                                   }});
   });

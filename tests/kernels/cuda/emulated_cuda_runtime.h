@@ -36,6 +36,8 @@ void FailEmulatedCall(const std::string& function, cudaError_t error, int64_t nu
 // After `num_successes` more pieces of work the next one fails so and breaks the device: every
 // later call fails, as with a lost context.
 void FailEmulatedWork(cudaError_t error, int64_t num_successes = 0);
+// After `num_successes` more copies the next one flips a bit of its last byte.
+void CorruptEmulatedCopy(int64_t num_successes = 0);
 // While the device hangs none of its work runs.
 void HangEmulatedDevice(bool hang);
 

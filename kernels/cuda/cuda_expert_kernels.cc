@@ -1,0 +1,259 @@
+#include "kernels/cuda/cuda_expert_kernels.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/base/checked_math.h"
+#include "kernels/cuda/add_expert_bias.h"
+#include "kernels/cuda/cuda_expert_weights.h"
+#include "kernels/cuda/cuda_status.h"
+#include "kernels/cuda/gated_activation.h"
+#include "kernels/cuda/grouped_gemm.h"
+
+namespace expertmesh {
+namespace {
+
+// What an arena aligns to less than.
+constexpr int64_t kWorkspaceAlignment = 256;
+
+CudaActivation ActivationOf(Activation activation) {
+  switch (activation) {
+    case Activation::kSiluMul:
+      return CudaActivation::kSiluMul;
+    case Activation::kGeluMul:
+      return CudaActivation::kGeluMul;
+    case Activation::kClampedSwiGlu:
+      return CudaActivation::kClampedSwiGlu;
+  }
+  return CudaActivation::kSiluMul;
+}
+
+// One call, as its launch needs it. The host's lists are kept: the launch may come later.
+struct FfnLaunch {
+  std::vector<int64_t> expert_offsets;
+  std::vector<int32_t> expert_num_tokens;
+  CudaGroupedGemmParams gate_up;
+  CudaGatedActivationParams activation;
+  CudaGroupedGemmParams down;
+  CudaAddExpertBiasParams down_bias;          // .bias null: none
+  std::shared_ptr<CudaUpload> layout_upload;  // null: no kernel asks for a row's expert
+};
+
+absl::Status Run(const FfnLaunch& launch, cudaStream_t stream, int32_t device_index) {
+  if (launch.layout_upload != nullptr) {
+    absl::Status status = launch.layout_upload->Copy(stream);
+    if (!status.ok()) return status;
+  }
+  absl::Status status = CudaStatus(LaunchGroupedGemm(launch.gate_up, stream),
+                                   "LaunchGroupedGemm of w13", device_index);
+  if (!status.ok()) return status;
+  status = CudaStatus(LaunchGatedActivation(launch.activation, stream), "LaunchGatedActivation",
+                      device_index);
+  if (!status.ok()) return status;
+  status =
+      CudaStatus(LaunchGroupedGemm(launch.down, stream), "LaunchGroupedGemm of w2", device_index);
+  if (!status.ok() || launch.down_bias.bias == nullptr) return status;
+  return CudaStatus(LaunchAddExpertBias(launch.down_bias, stream), "LaunchAddExpertBias",
+                    device_index);
+}
+
+class CudaExpertKernels : public ExpertKernels {
+ public:
+  CudaExpertKernels(const ExpertLayerShape& shape, const CudaAllocators& allocators,
+                    std::unique_ptr<CudaExpertWeights> weights, const std::string& instruction_set)
+      : shape_(shape), allocators_(allocators), weights_(std::move(weights)) {
+    capabilities_.instruction_set = instruction_set;
+    capabilities_.activation_dtypes = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
+    capabilities_.formats = {ActivationFormat::kContiguous, ActivationFormat::kBatched};
+  }
+
+  const Capabilities& capabilities() const override { return capabilities_; }
+  const ExpertLayerShape& shape() const override { return shape_; }
+  int64_t weight_bytes() const override { return weights_->size_bytes(); }
+
+  absl::Status LoadExpert(int32_t local_expert_id, const ExpertWeights& weights) override {
+    return weights_->Load(local_expert_id, weights);
+  }
+
+  absl::Status GroupedFfn(const GroupedFfnParams& params, Stream& stream) override {
+    if (absl::Status status = CheckGroupedFfn(params, shape_); !status.ok()) return status;
+    CudaStream* const cuda = AsCudaStream(stream);
+    if (cuda == nullptr || !(stream.device() == allocators_.device->device())) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("stream: not of cuda:", allocators_.device->device().index));
+    }
+    absl::StatusOr<std::unique_ptr<FfnLaunch>> launch = Plan(params);
+    if (!launch.ok()) return launch.status();
+    if (*launch == nullptr) return absl::OkStatus();
+    const std::shared_ptr<CudaUpload> upload = (*launch)->layout_upload;
+    absl::Status status =
+        cuda->Launch([launch = *std::move(launch), device = stream.device().index](
+                         cudaStream_t cuda_stream) { return Run(*launch, cuda_stream, device); });
+    if (!status.ok() || upload == nullptr) return status;
+    return CudaUpload::FreeAfter(*cuda, upload);
+  }
+
+ private:
+  // Null when there are no rows.
+  absl::StatusOr<std::unique_ptr<FfnLaunch>> Plan(const GroupedFfnParams& params) const;
+  absl::Status PlanMemory(const GroupedFfnParams& params, int64_t num_rows,
+                          FfnLaunch& launch) const;
+  absl::Status PlanLayout(const GroupedFfnParams& params, int64_t num_rows,
+                          FfnLaunch& launch) const;
+
+  const ExpertLayerShape shape_;
+  Capabilities capabilities_;
+  const CudaAllocators allocators_;
+  const std::unique_ptr<CudaExpertWeights> weights_;
+};
+
+absl::StatusOr<std::unique_ptr<FfnLaunch>> CudaExpertKernels::Plan(
+    const GroupedFfnParams& params) const {
+  const bool batched = params.format == ActivationFormat::kBatched;
+  int64_t num_rows = 0;
+  if (!batched) {
+    num_rows = params.expert_offsets.back();
+  } else if (std::any_of(params.expert_num_tokens.begin(), params.expert_num_tokens.end(),
+                         [](int32_t num_tokens) { return num_tokens > 0; })) {
+    const std::optional<int64_t> slots =
+        CheckedSizeProduct({shape_.num_local_experts, params.max_rows_per_expert});
+    if (!slots) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("max_rows_per_expert ", params.max_rows_per_expert));
+    }
+    num_rows = *slots;
+  }
+  if (num_rows == 0) return nullptr;
+  auto launch = std::make_unique<FfnLaunch>();
+  launch->expert_offsets.assign(params.expert_offsets.begin(), params.expert_offsets.end());
+  launch->expert_num_tokens.assign(params.expert_num_tokens.begin(),
+                                   params.expert_num_tokens.end());
+
+  CudaGroupedGemmParams& gate_up = launch->gate_up;
+  gate_up.num_experts = shape_.num_local_experts;
+  gate_up.rows = params.rows;
+  gate_up.rows_dtype = params.activation_dtype;
+  if (batched) {
+    gate_up.max_rows_per_expert = params.max_rows_per_expert;
+    gate_up.expert_num_tokens = launch->expert_num_tokens.data();
+  } else {
+    gate_up.expert_offsets = launch->expert_offsets.data();
+  }
+  gate_up.weights = weights_->w13();
+  gate_up.weight_dtype = shape_.weight_dtype;
+  gate_up.n = 2 * shape_.intermediate_size;
+  gate_up.k = shape_.hidden_size;
+  gate_up.output_dtype = DType::kFloat32;
+
+  if (absl::Status status = PlanMemory(params, num_rows, *launch); !status.ok()) return status;
+  if (absl::Status status = PlanLayout(params, num_rows, *launch); !status.ok()) return status;
+
+  launch->down = gate_up;
+  launch->down.rows = launch->activation.output;
+  launch->down.weights = weights_->w2();
+  launch->down.n = shape_.hidden_size;
+  launch->down.k = shape_.intermediate_size;
+  launch->down.output = params.output;
+  return launch;
+}
+
+absl::Status CudaExpertKernels::PlanMemory(const GroupedFfnParams& params, int64_t num_rows,
+                                           FfnLaunch& launch) const {
+  const std::optional<int64_t> gate_up_bytes =
+      CheckedSizeProduct({num_rows, 2, shape_.intermediate_size, int64_t{sizeof(float)}});
+  if (!gate_up_bytes) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("intermediate rows of ", num_rows, " rows overflow 64 bits"));
+  }
+  const int64_t intermediate_bytes =
+      num_rows * shape_.intermediate_size * DTypeBytes(params.activation_dtype);
+  const int64_t workspace_bytes = GroupedGemmWorkspaceBytes(shape_.num_local_experts);
+  absl::StatusOr<std::byte*> gate_up = params.arena->Allocate(*gate_up_bytes);
+  if (!gate_up.ok()) return gate_up.status();
+  absl::StatusOr<std::byte*> intermediate = params.arena->Allocate(intermediate_bytes);
+  if (!intermediate.ok()) return intermediate.status();
+  absl::StatusOr<std::byte*> workspace =
+      params.arena->Allocate(workspace_bytes + kWorkspaceAlignment);
+  if (!workspace.ok()) return workspace.status();
+  launch.gate_up.output = *gate_up;
+  launch.gate_up.workspace_bytes = workspace_bytes;
+  launch.gate_up.workspace = reinterpret_cast<std::byte*>(
+      (reinterpret_cast<uintptr_t>(*workspace) + kWorkspaceAlignment - 1) / kWorkspaceAlignment *
+      kWorkspaceAlignment);
+  CudaGatedActivationParams& activation = launch.activation;
+  activation.gate_up = *gate_up;
+  activation.gate_up_dtype = DType::kFloat32;
+  activation.intermediate_size = shape_.intermediate_size;
+  activation.activation = ActivationOf(shape_.activation);
+  activation.alpha = shape_.swiglu_alpha;
+  activation.limit = shape_.swiglu_limit;
+  activation.bias = weights_->w13_bias();
+  activation.output = *intermediate;
+  activation.output_dtype = params.activation_dtype;
+  return absl::OkStatus();
+}
+
+absl::Status CudaExpertKernels::PlanLayout(const GroupedFfnParams& params, int64_t num_rows,
+                                           FfnLaunch& launch) const {
+  RowLayout layout;
+  layout.num_rows = num_rows;
+  layout.num_local_experts = shape_.num_local_experts;
+  const bool batched = params.format == ActivationFormat::kBatched;
+  if (batched) layout.max_rows_per_expert = params.max_rows_per_expert;
+  const bool has_bias = weights_->w13_bias() != nullptr || weights_->w2_bias() != nullptr;
+  if (batched || has_bias) {
+    launch.layout_upload = std::make_shared<CudaUpload>(allocators_);
+    CudaUpload& upload = *launch.layout_upload;
+    const int64_t at = upload.Reserve(
+        static_cast<int64_t>(batched ? launch.expert_num_tokens.size() * sizeof(int32_t)
+                                     : launch.expert_offsets.size() * sizeof(int64_t)));
+    if (absl::Status status = upload.Allocate(); !status.ok()) return status;
+    if (batched) {
+      upload.Fill<int32_t>(at, launch.expert_num_tokens);
+      layout.expert_num_tokens = upload.device<int32_t>(at);
+    } else {
+      upload.Fill<int64_t>(at, launch.expert_offsets);
+      layout.expert_offsets = upload.device<int64_t>(at);
+    }
+  }
+  launch.activation.layout = layout;
+  launch.down_bias.layout = layout;
+  launch.down_bias.num_columns = shape_.hidden_size;
+  launch.down_bias.bias = weights_->w2_bias();
+  launch.down_bias.rows = params.output;
+  return absl::OkStatus();
+}
+
+// "sm_90"
+absl::StatusOr<std::string> InstructionSet(int32_t device_index) {
+  int major = 0;
+  int minor = 0;
+  for (const auto& [value, attribute] : {std::pair{&major, cudaDevAttrComputeCapabilityMajor},
+                                         std::pair{&minor, cudaDevAttrComputeCapabilityMinor}}) {
+    absl::Status status = CudaStatus(cudaDeviceGetAttribute(value, attribute, device_index),
+                                     "cudaDeviceGetAttribute", device_index);
+    if (!status.ok()) return status;
+  }
+  return absl::StrCat("sm_", major, minor);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<ExpertKernels>> NewCudaExpertKernels(
+    const ExpertLayerShape& shape, const CudaAllocators& allocators,
+    std::shared_ptr<CudaStreamPool> streams) {
+  absl::StatusOr<std::string> instruction_set = InstructionSet(allocators.device->device().index);
+  if (!instruction_set.ok()) return instruction_set.status();
+  absl::StatusOr<std::unique_ptr<CudaExpertWeights>> weights =
+      CudaExpertWeights::Create(shape, allocators, std::move(streams));
+  if (!weights.ok()) return weights.status();
+  return std::make_unique<CudaExpertKernels>(shape, allocators, *std::move(weights),
+                                             *instruction_set);
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,24 @@
+#ifndef EXPERTMESH_KERNELS_CUDA_CUDA_EXPERT_KERNELS_H_
+#define EXPERTMESH_KERNELS_CUDA_CUDA_EXPERT_KERNELS_H_
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "kernels/cuda/cuda_stream.h"
+#include "kernels/cuda/cuda_upload.h"
+#include "kernels/expert_kernels.h"
+
+namespace expertmesh {
+
+// ExpertKernels on a GPU: grouped GEMM, activation, grouped GEMM on the step's stream, which must
+// be a CudaStream of the allocators' device. All memory for the weights is allocated here:
+// INVALID_ARGUMENT for the shape, RESOURCE_EXHAUSTED with what is needed and free. LoadExpert reads
+// back what it wrote (DATA_LOSS). Intermediate rows take 2 * intermediate_size float32 values and
+// intermediate_size values of the activation dtype each, from the step's arena.
+absl::StatusOr<std::unique_ptr<ExpertKernels>> NewCudaExpertKernels(
+    const ExpertLayerShape& shape, const CudaAllocators& allocators,
+    std::shared_ptr<CudaStreamPool> streams);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_KERNELS_CUDA_CUDA_EXPERT_KERNELS_H_

@@ -1,0 +1,159 @@
+#include "kernels/cuda/cuda_expert_weights.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/base/checked_math.h"
+#include "kernels/cuda/cuda_status.h"
+#include "kernels/cuda/verified_upload.h"
+
+namespace expertmesh {
+namespace {
+
+// Rows [first_row, first_row + num_rows) of a [*, num_columns] matrix, without gaps.
+template <class Element>
+void PackRows(const WeightMatrix& matrix, int64_t first_row, int64_t num_rows, int64_t num_columns,
+              std::byte* packed) {
+  const std::byte* const data = static_cast<const std::byte*>(matrix.data);
+  constexpr int64_t kBytes = static_cast<int64_t>(sizeof(Element));
+  for (int64_t row = first_row; row < first_row + num_rows; ++row) {
+    const std::byte* const from = data + row * matrix.row_stride * kBytes;
+    if (matrix.col_stride == 1) {
+      std::memcpy(packed, from, static_cast<size_t>(num_columns * kBytes));
+    } else {
+      for (int64_t column = 0; column < num_columns; ++column) {
+        std::memcpy(packed + column * kBytes, from + column * matrix.col_stride * kBytes,
+                    sizeof(Element));
+      }
+    }
+    packed += num_columns * kBytes;
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<int64_t> CudaExpertWeights::SizeBytes(const ExpertLayerShape& shape) {
+  if (absl::Status status = CheckExpertLayerShape(shape); !status.ok()) return status;
+  const std::optional<int64_t> size_bytes =
+      CheckedSizeProduct({3, shape.num_local_experts, shape.hidden_size, shape.intermediate_size,
+                          DTypeBytes(shape.weight_dtype)});
+  if (!size_bytes) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "weights of ", shape.num_local_experts, " experts, hidden_size ", shape.hidden_size,
+        ", intermediate_size ", shape.intermediate_size, ": their size overflows 64 bits"));
+  }
+  return *size_bytes;
+}
+
+absl::StatusOr<std::unique_ptr<CudaExpertWeights>> CudaExpertWeights::Create(
+    const ExpertLayerShape& shape, const CudaAllocators& allocators,
+    std::shared_ptr<CudaStreamPool> streams) {
+  absl::StatusOr<int64_t> size_bytes = SizeBytes(shape);
+  if (!size_bytes.ok()) return size_bytes.status();
+  std::unique_ptr<CudaExpertWeights> weights(
+      new CudaExpertWeights(shape, allocators, std::move(streams)));
+  absl::StatusOr<Buffer> w13 = allocators.device->Allocate(*size_bytes / 3 * 2);
+  absl::StatusOr<Buffer> w2 =
+      w13.ok() ? allocators.device->Allocate(*size_bytes / 3) : w13.status();
+  if (!w2.ok()) {
+    size_t free_bytes = 0;
+    size_t total_bytes = 0;
+    // Only words of the message; the error stands already.
+    static_cast<void>(cudaMemGetInfo(&free_bytes, &total_bytes));
+    return absl::Status(
+        w2.status().code(),
+        absl::StrCat("weights of ", shape.num_local_experts, " experts, hidden_size ",
+                     shape.hidden_size, ", intermediate_size ", shape.intermediate_size, " in ",
+                     std::string(DTypeName(shape.weight_dtype)), " need ", *size_bytes,
+                     " bytes of the GPU's memory, of which ", free_bytes, " of ", total_bytes,
+                     " are free: ", w2.status().message()));
+  }
+  weights->w13_ = *std::move(w13);
+  weights->w2_ = *std::move(w2);
+  return weights;
+}
+
+int64_t CudaExpertWeights::size_bytes() const {
+  const std::lock_guard<std::mutex> lock(bias_mutex_);
+  return w13_.size_bytes() + w2_.size_bytes() + w13_bias_.size_bytes() + w2_bias_.size_bytes();
+}
+
+absl::Status CudaExpertWeights::Load(int32_t local_expert_id, const ExpertWeights& weights) {
+  absl::Status status = CheckExpertWeights(local_expert_id, weights, shape_);
+  if (!status.ok()) return status;
+  const int64_t element_bytes = DTypeBytes(shape_.weight_dtype);
+  const int64_t matrix_bytes = shape_.hidden_size * shape_.intermediate_size * element_bytes;
+  VerifiedUploadParams upload;
+  upload.allocators = allocators_;
+  upload.streams = streams_.get();
+  const auto load = [&](const WeightMatrix& matrix, int64_t num_rows, int64_t num_columns,
+                        std::byte* to) {
+    upload.to = to;
+    upload.num_rows = num_rows;
+    upload.row_bytes = num_columns * element_bytes;
+    return UploadVerified(upload, [&](int64_t first_row, int64_t count, std::byte* memory) {
+      if (element_bytes == 2) {
+        PackRows<uint16_t>(matrix, first_row, count, num_columns, memory);
+      } else {
+        PackRows<float>(matrix, first_row, count, num_columns, memory);
+      }
+    });
+  };
+  const int64_t hidden = shape_.hidden_size;
+  const int64_t intermediate = shape_.intermediate_size;
+  std::byte* const w13 = w13_.data() + 2 * local_expert_id * matrix_bytes;
+  status = load(weights.gate, intermediate, hidden, w13);
+  if (status.ok()) status = load(weights.up, intermediate, hidden, w13 + matrix_bytes);
+  if (status.ok()) {
+    status = load(weights.down, hidden, intermediate, w2_.data() + local_expert_id * matrix_bytes);
+  }
+  const int64_t num_experts = shape_.num_local_experts;
+  const int64_t first = 2 * local_expert_id * intermediate;
+  const int64_t total = 2 * num_experts * intermediate;
+  if (status.ok()) status = LoadBias(weights.gate_bias, first, intermediate, total, &w13_bias_);
+  if (status.ok()) {
+    status = LoadBias(weights.up_bias, first + intermediate, intermediate, total, &w13_bias_);
+  }
+  if (status.ok()) {
+    status = LoadBias(weights.down_bias, local_expert_id * hidden, hidden, num_experts * hidden,
+                      &w2_bias_);
+  }
+  if (status.ok()) return status;
+  return absl::Status(status.code(),
+                      absl::StrCat("local expert ", local_expert_id, ": ", status.message()));
+}
+
+absl::Status CudaExpertWeights::LoadBias(const float* bias, int64_t first, int64_t count,
+                                         int64_t total_count, Buffer* biases) {
+  if (bias == nullptr) return absl::OkStatus();
+  VerifiedUploadParams upload;
+  upload.allocators = allocators_;
+  upload.streams = streams_.get();
+  upload.row_bytes = sizeof(float);
+  const std::lock_guard<std::mutex> lock(bias_mutex_);
+  if (biases->empty()) {
+    absl::StatusOr<Buffer> memory =
+        allocators_.device->Allocate(total_count * int64_t{sizeof(float)});
+    if (!memory.ok()) return memory.status();
+    *biases = *std::move(memory);
+    upload.to = biases->data();
+    upload.num_rows = total_count;
+    absl::Status zeroed =
+        UploadVerified(upload, [](int64_t, int64_t num_values, std::byte* values) {
+          std::memset(values, 0, static_cast<size_t>(num_values) * sizeof(float));
+        });
+    if (!zeroed.ok()) return zeroed;
+  }
+  upload.to = biases->data() + first * int64_t{sizeof(float)};
+  upload.num_rows = count;
+  return UploadVerified(upload, [bias](int64_t first_value, int64_t num_values, std::byte* values) {
+    std::memcpy(values, bias + first_value, static_cast<size_t>(num_values) * sizeof(float));
+  });
+}
+
+}  // namespace expertmesh

@@ -1,0 +1,65 @@
+#ifndef EXPERTMESH_KERNELS_CUDA_CUDA_EXPERT_WEIGHTS_H_
+#define EXPERTMESH_KERNELS_CUDA_CUDA_EXPERT_WEIGHTS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/base/buffer.h"
+#include "kernels/cuda/cuda_stream.h"
+#include "kernels/cuda/cuda_upload.h"
+#include "kernels/expert_kernels.h"
+
+namespace expertmesh {
+
+// The experts of one layer in the memory of a GPU, row-major:
+//   w13 [num_local_experts, 2 * intermediate_size, hidden_size]   gate rows, then up rows
+//   w2  [num_local_experts, hidden_size, intermediate_size]
+// Different experts may be loaded from different threads.
+class CudaExpertWeights {
+ public:
+  // What the weights will take, biases aside: known before anything is allocated.
+  // RESOURCE_EXHAUSTED when that overflows 64 bits, INVALID_ARGUMENT for the shape.
+  static absl::StatusOr<int64_t> SizeBytes(const ExpertLayerShape& shape);
+  // Allocates all of it. RESOURCE_EXHAUSTED, with what is needed and what is free.
+  static absl::StatusOr<std::unique_ptr<CudaExpertWeights>> Create(
+      const ExpertLayerShape& shape, const CudaAllocators& allocators,
+      std::shared_ptr<CudaStreamPool> streams);
+
+  // Packs one expert through pinned memory, copies every byte back and compares: DATA_LOSS when it
+  // came out another. Blocking.
+  absl::Status Load(int32_t local_expert_id, const ExpertWeights& weights);
+
+  int64_t size_bytes() const;  // on the device, biases included
+  const std::byte* w13() const { return w13_.data(); }
+  const std::byte* w2() const { return w2_.data(); }
+  // [num_local_experts, 2 * intermediate_size] and [num_local_experts, hidden_size], zeros where an
+  // expert has none; null when no expert has any.
+  const float* w13_bias() const { return reinterpret_cast<const float*>(w13_bias_.data()); }
+  const float* w2_bias() const { return reinterpret_cast<const float*>(w2_bias_.data()); }
+
+ private:
+  CudaExpertWeights(const ExpertLayerShape& shape, const CudaAllocators& allocators,
+                    std::shared_ptr<CudaStreamPool> streams)
+      : shape_(shape), allocators_(allocators), streams_(std::move(streams)) {}
+
+  absl::Status LoadBias(const float* bias, int64_t first, int64_t count, int64_t total_count,
+                        Buffer* biases);
+
+  const ExpertLayerShape shape_;
+  const CudaAllocators allocators_;
+  const std::shared_ptr<CudaStreamPool> streams_;
+  Buffer w13_;
+  Buffer w2_;
+  mutable std::mutex bias_mutex_;
+  Buffer w13_bias_;
+  Buffer w2_bias_;
+};
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_KERNELS_CUDA_CUDA_EXPERT_WEIGHTS_H_
