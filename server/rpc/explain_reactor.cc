@@ -33,11 +33,12 @@ void ExplainReactor::Start() {
       deadline_, static_cast<int64_t>(request_->Length()),
       [this](absl::StatusOr<const ServingBackend*> backend) {
         if (!backend.ok()) return Answer(backend.status());
-        if (!environment_.explain_queue->Push(
-                static_cast<int64_t>(request_->Length()), [this, served = *backend] {
-                  absl::Status unwanted = UnwantedError(context_->IsCancelled(), deadline_);
-                  Answer(unwanted.ok() ? Explain(*served) : std::move(unwanted));
-                })) {
+        if (environment_.explain_queue->Push(
+                static_cast<int64_t>(request_->Length()), deadline_,
+                [this, served = *backend](absl::Status status) {
+                  if (status.ok()) status = UnwantedError(context_->IsCancelled(), deadline_);
+                  Answer(status.ok() ? Explain(*served) : std::move(status));
+                }) == 0) {
           Answer(CallError(ErrorReason::kQueueFull, "too many explanations wait"));
         }
       });

@@ -141,7 +141,7 @@ void ForwardReactor::Submit(ValidForward valid, bool may_run_inline) {
 
 void ForwardReactor::Validated(ValidForward valid) {
   ValidateRouting(
-      std::move(valid.call), *backend_, environment_.explain_queue,
+      std::move(valid.call), *backend_, environment_.explain_queue, deadline_,
       [this] { return UnwantedError(context_->IsCancelled(), deadline_); },
       [this](absl::Status status) {
         Answer(status.ok() ? EncodeValidated(info_, *backend_)

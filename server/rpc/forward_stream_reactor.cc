@@ -53,6 +53,7 @@ struct ForwardStreamReactor::Message final : ForwardStreamMessage {
   bool cancelled = false;
   ServingState::WaitId wait_id = 0;
   std::optional<ForwardCallId> call_id;
+  ExplainQueue::Id validation_id = 0;
 };
 
 ForwardStreamReactor::ForwardStreamReactor(const ForwardEnvironment& environment,
@@ -211,15 +212,19 @@ void ForwardStreamReactor::End(absl::Status status) {
 void ForwardStreamReactor::Cancel(Message* message) {
   ServingState::WaitId wait_id;
   std::optional<ForwardCallId> call_id;
+  ExplainQueue::Id validation_id;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     message->cancelled = true;
+    validation_id = message->validation_id;
     wait_id = message->wait_id;
     call_id = message->call_id;
   }
   // What is not there yet sees `cancelled` when it comes.
   if (call_id.has_value()) {
     message->backend->controller->Cancel(*call_id);
+  } else if (validation_id != 0) {
+    environment_.explain_queue->Cancel(validation_id);
   } else if (wait_id != 0) {
     environment_.state->CancelWait(wait_id);
   }
@@ -286,20 +291,30 @@ void ForwardStreamReactor::Run(const MessagePtr& message,
   if (!valid.ok()) return Answer(message, valid.status());
   message->info = AnswerInfoOf(*valid);
   environment_.metrics->request_tokens.Increment(message->info.num_tokens);
-  if (valid->validate_only) {
-    return ValidateRouting(
-        std::move(valid->call), *message->backend, environment_.explain_queue,
-        [self, message] {
-          const std::lock_guard<std::mutex> lock(self->mutex_);
-          return UnwantedError(message->cancelled, message->deadline);
-        },
-        [self, message](absl::Status status) {
-          self->Answer(message, status.ok() ? EncodeValidated(message->info, *message->backend,
-                                                              message->stream_seq)
-                                            : absl::StatusOr<grpc::ByteBuffer>(std::move(status)));
-        });
-  }
+  if (valid->validate_only) return Validate(message, *std::move(valid));
   Submit(message, std::move(*valid), may_run_inline);
+}
+
+void ForwardStreamReactor::Validate(const MessagePtr& message, ValidForward valid) {
+  const std::shared_ptr<ForwardStreamReactor> self = shared_from_this();
+  const ExplainQueue::Id id = ValidateRouting(
+      std::move(valid.call), *message->backend, environment_.explain_queue, message->deadline,
+      [self, message] {
+        const std::lock_guard<std::mutex> lock(self->mutex_);
+        return UnwantedError(message->cancelled, message->deadline);
+      },
+      [self, message](absl::Status status) {
+        self->Answer(message, status.ok() ? EncodeValidated(message->info, *message->backend,
+                                                            message->stream_seq)
+                                          : absl::StatusOr<grpc::ByteBuffer>(std::move(status)));
+      });
+  bool cancelled;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    message->validation_id = id;
+    cancelled = message->cancelled;
+  }
+  if (cancelled && id != 0) environment_.explain_queue->Cancel(id);
 }
 
 void ForwardStreamReactor::Submit(const MessagePtr& message, ValidForward valid,

@@ -59,6 +59,8 @@ class ForwardStreamReactor final
   void Run(const MessagePtr& message, absl::StatusOr<const ServingBackend*> backend,
            bool may_run_inline);
   void Submit(const MessagePtr& message, ValidForward valid, bool may_run_inline);
+  // The answer to validate_only.
+  void Validate(const MessagePtr& message, ValidForward valid);
   void Complete(const MessagePtr& message, absl::StatusOr<ForwardResult> result);
   void Answer(const MessagePtr& message, absl::StatusOr<grpc::ByteBuffer> response);
   void CountAnswer(const Message& message, absl::StatusCode code, absl::string_view error) const;

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 #include "server/control/forward_call.h"
 #include "server/rpc/explain_queue.h"
 #include "server/rpc/serving_state.h"
@@ -12,12 +13,15 @@
 namespace expertmesh {
 
 // What validate_only answers for a call that the validator takes: calls `done` once with whether
-// control/ would route it. At once with given top-k; else only routing tells, which takes a while
-// and so is the queue's thread's, and is left out when `unwanted` returns an error in its place
-// then. RESOURCE_EXHAUSTED (QUEUE_FULL), or RouteCall's errors. `backend` outlives the queue.
-void ValidateRouting(std::shared_ptr<const ForwardCall> call, const ServingBackend& backend,
-                     ExplainQueue* queue, std::function<absl::Status()> unwanted,
-                     std::function<void(absl::Status)> done);
+// control/ would route it. At once with given top-k, and gives 0; else only routing tells, which
+// takes a while and so is the queue's thread's: until its turn comes it can be cancelled by the id
+// that this gives, and ends at `deadline`. `unwanted` is asked when the turn comes and when it is
+// done: its error takes the answer's place. RESOURCE_EXHAUSTED (QUEUE_FULL), the queue's errors, or
+// RouteCall's. `backend` outlives the queue.
+ExplainQueue::Id ValidateRouting(std::shared_ptr<const ForwardCall> call,
+                                 const ServingBackend& backend, ExplainQueue* queue,
+                                 absl::Time deadline, std::function<absl::Status()> unwanted,
+                                 std::function<void(absl::Status)> done);
 
 }  // namespace expertmesh
 

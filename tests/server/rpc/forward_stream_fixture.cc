@@ -156,7 +156,7 @@ int HeldController::num_inline() const {
   return num_inline_;
 }
 
-StreamServer::StreamServer(const StreamServerOptions& options)
+StreamServer::StreamServer(StreamServerOptions options)
     : model_(TinyModel(target_)),
       validator_({&model_}, TinyLimits(), &pool_),
       streams_(options.limits) {
@@ -172,6 +172,7 @@ StreamServer::StreamServer(const StreamServerOptions& options)
       GrpcServer::Start(server_options, {{kExpertServiceName, service_.get()}});
   absl::StatusOr<std::unique_ptr<Router>> router = NewRouter(model_, model_.layers[0], nullptr);
   if (!server.ok() || !router.ok()) abort();  // no test can go on
+  if (options.router != nullptr) router = std::move(options.router);
   routers_.Add(model_.name, *std::move(router));
   server_ = *std::move(server);
   if (options.serving) Serve();

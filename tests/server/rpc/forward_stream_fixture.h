@@ -84,14 +84,15 @@ class AllocatingGroup : public ExpertGroup {
 };
 
 struct StreamServerOptions {
-  bool serving = true;  // else loading, until Serve
+  bool serving = true;             // else loading, until Serve
+  std::unique_ptr<Router> router;  // null: the model's rule
   ForwardStreamLimits limits;
 };
 
 // The public service over a real socket, with a HeldController behind it.
 class StreamServer {
  public:
-  explicit StreamServer(const StreamServerOptions& options = {});
+  explicit StreamServer(StreamServerOptions options = {});
   // Lets go of all calls first.
   ~StreamServer();
 

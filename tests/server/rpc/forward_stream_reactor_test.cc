@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <future>
 #include <memory>
 #include <random>
 #include <set>
@@ -215,6 +216,61 @@ TEST(ForwardStreamReactorTest, ValidateOnlyFindsWhatOnlyTheRouterDoes) {
       EXPECT_TRUE(response.has_response()) << response.DebugString();
     }
   }
+  EXPECT_TRUE(client.Finish().ok());
+}
+
+// Whose routing takes until the test lets it go.
+class HeldRouter : public Router {
+ public:
+  HeldRouter(std::promise<void>* begun, std::shared_future<void> go, int32_t layer)
+      : begun_(begun), go_(std::move(go)) {
+    layer_.index = layer;
+  }
+  const LayerSpec& layer() const override { return layer_; }
+  absl::Status RouteLogits(const std::byte*, DType, int64_t, absl::Span<int32_t>,
+                           absl::Span<float>) const override {
+    begun_->set_value();
+    go_.wait();
+    return absl::OkStatus();
+  }
+  absl::Status RouteHidden(absl::Span<const RowSpan>, DType, absl::Span<int32_t>,
+                           absl::Span<float>) const override {
+    return absl::UnimplementedError("");
+  }
+  absl::Status ComputeLogits(absl::Span<const RowSpan>, DType, absl::Span<float>) const override {
+    return absl::UnimplementedError("");
+  }
+
+ private:
+  std::promise<void>* const begun_;  // told once
+  const std::shared_future<void> go_;
+  LayerSpec layer_;
+};
+
+TEST(ForwardStreamReactorTest, ValidateOnlyThatWaitsHasItsTimeoutAndCanBeCancelled) {
+  std::promise<void> begun, go;
+  StreamServerOptions options;
+  options.router = std::make_unique<HeldRouter>(&begun, go.get_future().share(), /*layer=*/1);
+  StreamServer server(std::move(options));
+  Client client(server);
+  for (const uint64_t seq : {1, 2, 3}) {
+    v1::ForwardStreamRequest message = server.Message(seq);
+    message.mutable_request()->mutable_options()->set_validate_only(true);
+    v1::Tensor* logits = message.mutable_request()->mutable_router_logits();
+    logits->add_shape(1);
+    logits->add_shape(server.model().num_experts);
+    for (int i = 0; i < server.model().num_experts; ++i) logits->add_values(1);
+    if (seq == 2) message.set_timeout_micros(20'000);
+    ASSERT_TRUE(client.stream().Write(message));
+    if (seq == 1) begun.get_future().wait();
+  }
+  client.ExpectError(2, StatusCode::DEADLINE_EXCEEDED, "DEADLINE_PASSED");
+  client.Cancel(3);
+  client.ExpectError(3, StatusCode::CANCELLED, "CALL_CANCELLED");
+  go.set_value();
+  const v1::ForwardStreamResponse response = client.Read();
+  EXPECT_EQ(response.stream_seq(), 1u);
+  EXPECT_TRUE(response.has_response()) << response.DebugString();
   EXPECT_TRUE(client.Finish().ok());
 }
 
