@@ -1,6 +1,7 @@
 #include "tests/kernels/cpu/random_layer.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -170,8 +171,8 @@ OutputByExpert RunFfn(ExpertKernels& kernels, const RowsByExpert& rows, DType ac
   };
   StepArena arena(&device.allocator);
   const size_t output_size = static_cast<size_t>(num_rows * hidden_size);
-  std::vector<float> output(output_size);
-  std::memset(output.data(), 0xff, output_size * sizeof(float));
+  constexpr uint32_t kPoison = 0xffffffffu;
+  std::vector<float> output(output_size, std::bit_cast<float>(kPoison));
   float* const device_output =
       arena.AllocateSpan<float>(static_cast<int64_t>(output_size)).value().data();
   std::byte* const device_rows = arena.Allocate(static_cast<int64_t>(input_bytes.size())).value();
@@ -199,7 +200,6 @@ OutputByExpert RunFfn(ExpertKernels& kernels, const RowsByExpert& rows, DType ac
     result[e].assign(first, first + rows[e].size());
     std::fill_n(due.begin() + first_row(e) * hidden_size, rows[e].size(), true);
   }
-  constexpr uint32_t kPoison = 0xffffffffu;
   for (size_t i = 0; i < output_size; ++i) {
     uint32_t bits;
     std::memcpy(&bits, &output[i], sizeof(bits));
