@@ -39,7 +39,11 @@ struct CudaGroupedGemmParams {
   // Both for float8, else null.
   const float* row_scales = nullptr;     // shaped as rows, [..., ceil(k / kGemmScaleBlock)]
   const float* weight_scales = nullptr;  // [num_experts, ceil(n / block), ceil(k / block)]
-  void* output = nullptr;                // shaped as rows, [..., n]
+  // The product goes through silu(gate) * up before it is rounded and stored: output is
+  // [..., n / 2]. Rows of `weights` then lie as GateWeightRow and UpWeightRow say, and n is a
+  // multiple of 16.
+  bool fuse_silu_mul = false;
+  void* output = nullptr;  // shaped as rows, [..., n]
   DType output_dtype = DType::kInvalid;
   // For tests and measurements: the tensor cores' tile instead of ChooseGemmTile's.
   std::optional<GemmTile> tile;
@@ -47,6 +51,11 @@ struct CudaGroupedGemmParams {
   void* workspace = nullptr;
   int64_t workspace_bytes = 0;  // at least GroupedGemmWorkspaceBytes(num_experts)
 };
+
+// Where the gate's and the up's row of intermediate column `i` lie among the weight rows of a fused
+// product: eight of the one, eight of the other in turn, so that one thread holds both sums.
+inline constexpr int64_t GateWeightRow(int64_t i) { return i / 8 * 16 + i % 8; }
+inline constexpr int64_t UpWeightRow(int64_t i) { return GateWeightRow(i) + 8; }
 
 int64_t GroupedGemmWorkspaceBytes(int32_t num_experts);
 

@@ -1,5 +1,6 @@
 #include <cuda_fp8.h>
 
+#include "kernels/cuda/float_math.cuh"
 #include "kernels/cuda/launch_kernel.cuh"
 #include "kernels/cuda/row_vectors.cuh"
 #include "kernels/cuda/simt_grouped_gemm.h"
@@ -14,6 +15,8 @@ constexpr int kPerThread = 4;
 constexpr int kThreadsAcross = kSimtTileColumns / kPerThread;
 // One more column than used, so that what is stored along k does not meet in one bank.
 constexpr int kPitch = kSimtTileRows + 1;
+// Of a fused product: sixteen lanes hold one gate's eight columns and its up's.
+static_assert(kThreadsAcross == 16);
 static_assert(kSimtTileRows == kSimtTileColumns && kThreadsAcross * kThreadsAcross == kThreads);
 static_assert(kGemmScaleBlock % kTileK == 0 && kGemmScaleBlock % kSimtTileColumns == 0);
 
@@ -41,6 +44,17 @@ __device__ __forceinline__ void LoadTile(const T* matrix, int64_t first, int64_t
   for (int i = 0; i < kPerThread; ++i) {
     const bool exists = first + row < num_rows && first_k + tile_k + i < k;
     tile[tile_k + i][row] = exists ? OperandToFloat(source[tile_k + i]) : 0.0f;
+  }
+}
+
+__device__ __forceinline__ void StoreOutput(const CudaGroupedGemmParams& gemm, int64_t at,
+                                            float value) {
+  if (gemm.output_dtype == DType::kFloat32) {
+    static_cast<float*>(gemm.output)[at] = value;
+  } else if (gemm.output_dtype == DType::kBFloat16) {
+    static_cast<__nv_bfloat16*>(gemm.output)[at] = FromFloat<__nv_bfloat16>(value);
+  } else {
+    static_cast<__half*>(gemm.output)[at] = FromFloat<__half>(value);
   }
 }
 
@@ -123,20 +137,21 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const int64_t i_row = row + thread_row + i * kThreadsAcross;
-      if (i_row >= group.num_rows) continue;
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) {
         const int64_t j_column = column + thread_column + j * kThreadsAcross;
-        if (j_column >= gemm.n) continue;
         const float value = kScaled ? totals[i][j] : sums[i][j];
-        const int64_t at = (group.first_row + i_row) * gemm.n + j_column;
-        if (gemm.output_dtype == DType::kFloat32) {
-          static_cast<float*>(gemm.output)[at] = value;
-        } else if (gemm.output_dtype == DType::kBFloat16) {
-          static_cast<__nv_bfloat16*>(gemm.output)[at] = FromFloat<__nv_bfloat16>(value);
-        } else {
-          static_cast<__half*>(gemm.output)[at] = FromFloat<__half>(value);
+        const bool exists = i_row < group.num_rows && j_column < gemm.n;
+        if (!gemm.fuse_silu_mul) {
+          if (exists) StoreOutput(gemm, (group.first_row + i_row) * gemm.n + j_column, value);
+          continue;
         }
+        // The up's sum of a gate's column is eight lanes further.
+        const float up = __shfl_down_sync(0xffffffffu, value, 8);
+        if (!exists || thread_column >= 8) continue;
+        StoreOutput(gemm,
+                    (group.first_row + i_row) * (gemm.n / 2) + j_column / 16 * 8 + j_column % 8,
+                    __fmul_rn(SwishFloat(value, value), up));
       }
     }
   }

@@ -18,9 +18,10 @@
 namespace expertmesh {
 
 // 16-bit operands: k in tiles of 64, the widest that shared memory's swizzle takes.
-template <class Element_>
+template <class Element_, class FusedOutput_>
 struct Sm90PlainOperands {
   using Element = Element_;
+  using FusedOutput = FusedOutput_;
   static constexpr int kTileK = 64;
   using WeightLayout = cutlass::layout::RowMajor*;
   using RowLayout = cutlass::layout::ColumnMajor*;
@@ -33,6 +34,7 @@ struct Sm90PlainOperands {
 // lie: k fastest.
 struct Sm90Float8Operands {
   using Element = cutlass::float_e4m3_t;
+  using FusedOutput = __nv_bfloat16;
   static constexpr int kTileK = 128;
   using Scales = cutlass::detail::Sm90BlockwiseScaleConfig<128, 1, 128, cute::GMMA::Major::K,
                                                            cute::GMMA::Major::K>;
@@ -57,8 +59,8 @@ class Sm90GroupedGemm {
   using ClusterShape = cute::Shape<cute::Int<kClusterSize>, cute::_1, cute::_1>;
   using ProblemShape = cutlass::gemm::GroupProblemShape<cute::Shape<int, int, int>>;
   static_assert(sizeof(GemmGroupShape) == sizeof(cute::Shape<int, int, int>));
-  using Epilogue =
-      cutlass::epilogue::collective::detail::Sm90TmaWarpSpecializedAdapter<Sm90RowEpilogue>;
+  using Epilogue = cutlass::epilogue::collective::detail::Sm90TmaWarpSpecializedAdapter<
+      Sm90RowEpilogue<typename Operands::FusedOutput>>;
   static constexpr int kAlignment = 16 / static_cast<int>(sizeof(Element));
   // Beyond the stages: barriers, the scheduler's ring and the tensor maps.
   static constexpr int kReservedBytes = 1024;
@@ -95,7 +97,8 @@ class Sm90GroupedGemm {
       mainloop.layout_SFB = nullptr;
     }
     arguments.epilogue.groups = arrays.groups;
-    arguments.epilogue.output = static_cast<float*>(params.output);
+    arguments.epilogue.output = params.output;
+    arguments.epilogue.fuse_silu_mul = params.fuse_silu_mul;
     // Without shapes on the host the scheduler starts one block per multiprocessor that it is told.
     const int64_t blocks = (launch.max_tiles + kClusterSize - 1) / kClusterSize * kClusterSize;
     arguments.hw_info.sm_count =

@@ -5,7 +5,7 @@ namespace expertmesh {
 
 cudaError_t LaunchSm90BFloat16(const CudaGroupedGemmParams& params, const Sm90GemmLaunch& launch,
                                int multiprocessors, cudaStream_t stream) {
-  using Operands = Sm90PlainOperands<cutlass::bfloat16_t>;
+  using Operands = Sm90PlainOperands<cutlass::bfloat16_t, __nv_bfloat16>;
   switch (launch.tile) {
     case GemmTile::kRows16:
       return Sm90GroupedGemm<Operands, 16, Operands::Cooperative, 1>::Launch(

@@ -6,7 +6,7 @@ namespace expertmesh {
 // float16 checkpoints are rare: one tile for decode and one for prefill.
 cudaError_t LaunchSm90Float16(const CudaGroupedGemmParams& params, const Sm90GemmLaunch& launch,
                               int multiprocessors, cudaStream_t stream) {
-  using Operands = Sm90PlainOperands<cutlass::half_t>;
+  using Operands = Sm90PlainOperands<cutlass::half_t, __half>;
   switch (launch.tile) {
     case GemmTile::kRows64:
       return Sm90GroupedGemm<Operands, 64, Operands::Cooperative, 1>::Launch(

@@ -7,14 +7,18 @@
 #include "cutlass/cutlass.h"
 #include "cutlass/epilogue/collective/detail.hpp"
 #include "cutlass/epilogue/dispatch_policy.hpp"
+#include "kernels/cuda/float_math.cuh"
 #include "kernels/cuda/gemm_groups.h"
+#include "kernels/cuda/row_vectors.cuh"
 
 namespace expertmesh {
 
 // The epilogue of a grouped GEMM whose M are weight rows and whose N are rows: accumulators go to
 // output[row, weight row] straight from registers. Eight lanes hold eight consecutive weight rows,
 // so float32 stores fill whole 32-byte sectors; neither shared memory nor a tensor map per group is
-// needed, which leaves both to the loads.
+// needed, which leaves both to the loads. Of a fused product (CudaGroupedGemmParams::fuse_silu_mul)
+// each thread holds gate and up of an output, and stores that as Output.
+template <class Output>
 class Sm90RowEpilogue {
  public:
   // What CUTLASS's kernel and adapter ask of an epilogue's types.
@@ -30,7 +34,8 @@ class Sm90RowEpilogue {
 
   struct Arguments {
     const GemmGroup* groups = nullptr;
-    float* output = nullptr;
+    void* output = nullptr;
+    bool fuse_silu_mul = false;
   };
   using Params = Arguments;
 
@@ -64,14 +69,33 @@ class Sm90RowEpilogue {
     const int weight_rows = cute::get<0>(problem_shape);
     const int num_rows = cute::get<1>(problem_shape);
     const int group_index = cute::get<3>(block_coord);
-    float* output =
-        params_.output + params_.groups[group_index].first_row * static_cast<int64_t>(weight_rows);
+    const int64_t first_row = params_.groups[group_index].first_row;
     const auto tile =
         cute::local_tile(cute::make_identity_tensor(cute::make_shape(weight_rows, num_rows)),
                          cute::take<0, 2>(block_shape),
                          cute::make_coord(cute::get<0>(block_coord), cute::get<1>(block_coord)));
     const auto coords = tiled_mma.get_thread_slice(thread_index).partition_C(tile);
     CUTE_STATIC_ASSERT_V(cute::size(coords) == cute::size(accumulators));
+    if (params_.fuse_silu_mul) {
+      Output* output = static_cast<Output*>(params_.output) + first_row * (weight_rows / 2);
+      // A thread's values come as (2 rows, 2 weight rows that are 8 apart, ...).
+      static_assert(cute::is_same_v<decltype(cute::shape<0, 0>(Layout{})), cute::Int<2>> &&
+                    cute::is_same_v<decltype(cute::shape<0, 1>(Layout{})), cute::Int<2>>);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < cute::size(accumulators); ++i) {
+        if (i % 4 >= 2) continue;
+        const int weight_row = cute::get<0>(coords(i));
+        const int row = cute::get<1>(coords(i));
+        if (weight_row < weight_rows && row < num_rows) {
+          const float gate = accumulators(i);
+          output[static_cast<int64_t>(row) * (weight_rows / 2) + weight_row / 16 * 8 +
+                 weight_row % 8] =
+              FromFloat<Output>(__fmul_rn(SwishFloat(gate, gate), accumulators(i + 2)));
+        }
+      }
+      return;
+    }
+    float* output = static_cast<float*>(params_.output) + first_row * weight_rows;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < cute::size(accumulators); ++i) {
       const int weight_row = cute::get<0>(coords(i));

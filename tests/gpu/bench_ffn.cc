@@ -95,13 +95,19 @@ double BenchOne(const BenchContext& context, const FfnCase& c, DType dtype) {
   Result gemm = result("gate_up", ffn.gate_up_flop(), ffn.gate_up_bytes(), gate_up);
   if (c.is_decode) gemm.target = kDecodeTarget;
   AddChecked(context, gemm, ffn.GateUpError(), is_float8 ? kFloat8SumError : kSumError);
+  const double ffn_flop = ffn.gate_up_flop() + ffn.down_flop();
+  const double ffn_bytes = ffn.gate_up_bytes() + ffn.down_bytes();
+  const double ffn_error = is_float8 ? kFloat8FfnError : kFfnError;
+  const double parts =
+      SecondsPerLaunch(context.stream, [&] { return ffn.LaunchFfn(context.stream); });
+  AddChecked(context, result("FFN in parts", ffn_flop, ffn_bytes, parts), ffn.OutputError(false),
+             ffn_error);
   const double all =
-      SecondsPerLaunch(context.stream, [&] { return ffn.LaunchAll(context.stream); });
-  Result whole = result("FFN", ffn.gate_up_flop() + ffn.down_flop(),
-                        ffn.gate_up_bytes() + ffn.down_bytes(), all);
+      SecondsPerLaunch(context.stream, [&] { return ffn.LaunchFusedFfn(context.stream); });
+  Result whole = result("FFN fused", ffn_flop, ffn_bytes, all);
   if (c.is_decode) whole.target = kDecodeTarget;
   if (!c.is_decode && !is_float8) whole.target = c.target;
-  AddChecked(context, whole, ffn.OutputError(), is_float8 ? kFloat8FfnError : kFfnError);
+  AddChecked(context, whole, ffn.OutputError(true), ffn_error);
   if (context.cublas != nullptr && !is_float8) {
     const double loop = SecondsPerLaunch(
         context.stream, [&] { return ffn.LaunchCublasLoop(context.cublas, true, context.stream); });

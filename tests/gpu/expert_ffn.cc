@@ -74,17 +74,21 @@ CudaGroupedGemmParams ExpertFfn::Gemm(int64_t n, int64_t k) const {
   return params;
 }
 
-cudaError_t ExpertFfn::LaunchGateUp(cudaStream_t stream) {
+cudaError_t ExpertFfn::LaunchW13(bool fused, cudaStream_t stream) {
   CudaGroupedGemmParams params = Gemm(2 * shape_.intermediate_size, shape_.hidden_size);
   params.rows = rows_->data();
   params.weights = w13_->data();
-  params.output = gate_up_->data();
+  params.output = fused ? intermediate_->data() : gate_up_->data();
+  params.fuse_silu_mul = fused;
+  if (fused) params.output_dtype = DType::kBFloat16;
   if (is_float8()) {
     params.row_scales = row_scales_->As<float>();
     params.weight_scales = w13_scales_->As<float>();
   }
   return LaunchGroupedGemm(params, stream);
 }
+
+cudaError_t ExpertFfn::LaunchGateUp(cudaStream_t stream) { return LaunchW13(false, stream); }
 
 cudaError_t ExpertFfn::LaunchActivation(cudaStream_t stream) {
   CudaGatedActivationParams activation;
@@ -94,8 +98,11 @@ cudaError_t ExpertFfn::LaunchActivation(cudaStream_t stream) {
   activation.intermediate_size = shape_.intermediate_size;
   activation.output = intermediate_->data();
   activation.output_dtype = DType::kBFloat16;
-  const cudaError_t error = LaunchGatedActivation(activation, stream);
-  if (error != cudaSuccess || !is_float8()) return error;
+  return LaunchGatedActivation(activation, stream);
+}
+
+cudaError_t ExpertFfn::LaunchQuantize(cudaStream_t stream) {
+  if (!is_float8()) return cudaSuccess;
   CudaQuantizeRowsParams quantize;
   quantize.rows = intermediate_->data();
   quantize.rows_dtype = DType::kBFloat16;
@@ -119,9 +126,17 @@ cudaError_t ExpertFfn::LaunchDown(cudaStream_t stream) {
   return LaunchGroupedGemm(params, stream);
 }
 
-cudaError_t ExpertFfn::LaunchAll(cudaStream_t stream) {
-  cudaError_t error = LaunchGateUp(stream);
+cudaError_t ExpertFfn::LaunchFfn(cudaStream_t stream) {
+  cudaError_t error = LaunchW13(false, stream);
   if (error == cudaSuccess) error = LaunchActivation(stream);
+  if (error == cudaSuccess) error = LaunchQuantize(stream);
+  if (error == cudaSuccess) error = LaunchDown(stream);
+  return error;
+}
+
+cudaError_t ExpertFfn::LaunchFusedFfn(cudaStream_t stream) {
+  cudaError_t error = LaunchW13(true, stream);
+  if (error == cudaSuccess) error = LaunchQuantize(stream);
   if (error == cudaSuccess) error = LaunchDown(stream);
   return error;
 }
@@ -209,7 +224,7 @@ double ExpertFfn::GateUpError() const {
   return error.value();
 }
 
-double ExpertFfn::OutputError() const {
+double ExpertFfn::OutputError(bool fused) const {
   const int64_t h = shape_.hidden_size;
   const int64_t size = shape_.intermediate_size;
   RelativeError error;
@@ -217,7 +232,9 @@ double ExpertFfn::OutputError() const {
     const int64_t expert = ExpertOf(row);
     std::vector<double> intermediate;
     for (int64_t i = 0; i < size; ++i) {
-      intermediate.push_back(Silu(GateUp(row, i)) * GateUp(row, size + i));
+      const double gate = GateUp(row, fused ? GateWeightRow(i) : i);
+      const double up = GateUp(row, fused ? UpWeightRow(i) : size + i);
+      intermediate.push_back(Silu(gate) * up);
     }
     const auto actual = ReadDevice<float>(output_->data(), row * h, h);
     for (int64_t sample = 0; sample < kSampledColumns; ++sample) {

@@ -27,17 +27,18 @@ class ExpertFfn {
  public:
   explicit ExpertFfn(const FfnShape& shape);
 
-  // Each enqueues and returns the launch's error. LaunchAll is what they make up, in their order.
+  // Each enqueues and returns the launch's error. The FFN is gate_up, activation (float8: and
+  // quantization) and down; fused, the first product does the activation itself, with w13's rows
+  // taken as interleaved.
   cudaError_t LaunchGateUp(cudaStream_t stream);
-  cudaError_t LaunchActivation(cudaStream_t stream);
-  cudaError_t LaunchDown(cudaStream_t stream);
-  cudaError_t LaunchAll(cudaStream_t stream);
+  cudaError_t LaunchFfn(cudaStream_t stream);
+  cudaError_t LaunchFusedFfn(cudaStream_t stream);
   // The two products as one cuBLAS call per expert with rows, bfloat16 alone.
   cudaError_t LaunchCublasLoop(CublasLibrary* cublas, bool with_activation, cudaStream_t stream);
 
   // Of sampled outputs, which must have been computed and waited for, against float64 on the host.
   double GateUpError() const;
-  double OutputError() const;
+  double OutputError(bool fused) const;
 
   void set_tile(std::optional<GemmTile> tile) { tile_ = tile; }
   int32_t num_experts() const { return static_cast<int32_t>(shape_.expert_offsets.size()) - 1; }
@@ -53,6 +54,10 @@ class ExpertFfn {
  private:
   bool is_float8() const { return shape_.dtype == DType::kFloat8E4M3; }
   CudaGroupedGemmParams Gemm(int64_t n, int64_t k) const;
+  cudaError_t LaunchW13(bool fused, cudaStream_t stream);
+  cudaError_t LaunchActivation(cudaStream_t stream);
+  cudaError_t LaunchQuantize(cudaStream_t stream);  // nothing for bfloat16
+  cudaError_t LaunchDown(cudaStream_t stream);
   std::vector<int64_t> SampledRows() const;
   int64_t ExpertOf(int64_t row) const;
   float RowScale(int64_t row, int64_t i) const;

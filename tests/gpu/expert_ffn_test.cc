@@ -17,16 +17,20 @@ TEST(ExpertFfnTest, ErrorsAreSmallOnceItHasRunAndInfiniteBefore) {
       EXPECT_EQ(ffn.num_experts(), 3);
       EXPECT_EQ(ffn.num_active_experts(), 2);
       EXPECT_TRUE(std::isinf(ffn.GateUpError()));
-      EXPECT_TRUE(std::isinf(ffn.OutputError()));
+      EXPECT_TRUE(std::isinf(ffn.OutputError(false)));
       cudaStream_t stream = nullptr;
       ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
-      EXPECT_EQ(ffn.LaunchAll(stream), cudaSuccess);
+      const double bound = dtype == DType::kBFloat16 ? 5e-3 : 5e-2;
+      EXPECT_EQ(ffn.LaunchFfn(stream), cudaSuccess);
       ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-      ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
       EXPECT_LT(ffn.GateUpError(), 1e-6) << DTypeName(dtype);
-      EXPECT_LT(ffn.OutputError(), dtype == DType::kBFloat16 ? 5e-3 : 5e-2) << DTypeName(dtype);
-      // Another row's expert or a scale beside its own is not near.
-      EXPECT_GT(ffn.OutputError(), 1e-5) << DTypeName(dtype);
+      EXPECT_LT(ffn.OutputError(false), bound) << DTypeName(dtype);
+      EXPECT_GT(ffn.OutputError(true), 0.5) << "weight rows taken in another order";
+      EXPECT_EQ(ffn.LaunchFusedFfn(stream), cudaSuccess);
+      ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+      EXPECT_LT(ffn.OutputError(true), bound) << DTypeName(dtype);
+      EXPECT_GT(ffn.OutputError(false), 0.5);
+      ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
     }
   }
 }

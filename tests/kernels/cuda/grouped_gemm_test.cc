@@ -44,6 +44,7 @@ struct GemmCase {
   std::vector<int32_t> tokens;
   Form form = Form::kContiguous;
   std::optional<GemmTile> tile;
+  bool fuse_silu_mul = false;
 };
 
 // A random product on the test device and what it should give.
@@ -74,7 +75,10 @@ class Gemm {
   int64_t FirstRow(size_t e) const {
     return case_.form == Form::kContiguous ? offsets_[e] : static_cast<int64_t>(e) * max_rows_;
   }
-  int64_t row_bytes() const { return case_.n * DTypeBytes(case_.output_dtype); }
+  // Of the last run.
+  bool uses_tensor_cores() const { return uses_tensor_cores_; }
+  int64_t columns() const { return case_.fuse_silu_mul ? case_.n / 2 : case_.n; }
+  int64_t row_bytes() const { return columns() * DTypeBytes(case_.output_dtype); }
 
   DeviceBytes Run() {
     // Rows that nobody may read are NaN.
@@ -106,6 +110,7 @@ class Gemm {
     }
     params.output_dtype = case_.output_dtype;
     params.tile = case_.tile;
+    params.fuse_silu_mul = case_.fuse_silu_mul;
     uses_tensor_cores_ = GroupedGemmUsesTensorCores(params);
     const uintptr_t address = reinterpret_cast<uintptr_t>(workspace.data());
     params.workspace = workspace.data() + (256 - address % 256) % 256;
@@ -139,24 +144,25 @@ class Gemm {
                                                                 : 0x1p-8;
     for (size_t e = 0; e < case_.tokens.size(); ++e) {
       for (int64_t row = FirstRow(e); row < FirstRow(e) + case_.tokens[e]; ++row) {
-        for (int64_t column = 0; column < case_.n; ++column) {
-          double exact = 0;
-          double magnitude = 0;
-          const int64_t weight_row = static_cast<int64_t>(e) * case_.n + column;
-          for (int64_t i = 0; i < case_.k; ++i) {
-            const double product =
-                Load(rows_.data(), case_.rows_dtype, row * case_.k + i) *
-                Load(weights_.data(), case_.weight_dtype, weight_row * case_.k + i) *
-                Scale(e, row, column, i);
-            exact += product;
-            magnitude += std::abs(product);
+        for (int64_t column = 0; column < columns(); ++column) {
+          Sum sum;
+          if (case_.fuse_silu_mul) {
+            const Sum gate = Product(e, row, GateWeightRow(column), sum_bound);
+            const Sum up = Product(e, row, UpWeightRow(column), sum_bound);
+            sum.exact = gate.exact / (1 + std::exp(-gate.exact)) * up.exact;
+            // The slope of silu is at most 1.1; its own float32 operations.
+            sum.bound = 1.1 * (gate.bound * (std::abs(up.exact) + up.bound) +
+                               std::abs(gate.exact) * up.bound) +
+                        std::abs(sum.exact) * 0x1p-20 + 1e-6;
+          } else {
+            sum = Product(e, row, column, sum_bound);
           }
           const double actual =
-              LoadFloat(output.data(), case_.output_dtype, row * case_.n + column);
-          const double bound = magnitude * sum_bound + std::abs(exact) * unit + 1e-7;
-          ASSERT_LE(std::abs(actual - exact), bound)
+              LoadFloat(output.data(), case_.output_dtype, row * columns() + column);
+          const double bound = sum.bound + std::abs(sum.exact) * unit + 1e-7;
+          ASSERT_LE(std::abs(actual - sum.exact), bound)
               << "expert " << e << " row " << row << " column " << column << ": " << actual
-              << " instead of " << exact;
+              << " instead of " << sum.exact;
         }
       }
     }
@@ -197,6 +203,25 @@ class Gemm {
   const GemmCase& gemm_case() const { return case_; }
 
  private:
+  struct Sum {
+    double exact = 0;
+    double bound = 0;
+  };
+  // Row times weight row; `sum_bound` is of the sum of magnitudes.
+  Sum Product(size_t e, int64_t row, int64_t column, double sum_bound) const {
+    Sum sum;
+    double magnitude = 0;
+    const int64_t weight_row = static_cast<int64_t>(e) * case_.n + column;
+    for (int64_t i = 0; i < case_.k; ++i) {
+      const double product = Load(rows_.data(), case_.rows_dtype, row * case_.k + i) *
+                             Load(weights_.data(), case_.weight_dtype, weight_row * case_.k + i) *
+                             Scale(e, row, column, i);
+      sum.exact += product;
+      magnitude += std::abs(product);
+    }
+    sum.bound = magnitude * sum_bound;
+    return sum;
+  }
   double Scale(size_t e, int64_t row, int64_t column, int64_t i) const {
     if (!is_float8()) return 1;
     const int64_t block = i / kGemmScaleBlock;
@@ -280,6 +305,23 @@ TEST(GroupedGemmTest, Float8WithBlockScales) {
   }
 }
 
+TEST(GroupedGemmTest, FusedSiluMul) {
+  uint64_t seed = 250;
+  for (const DType dtype :
+       {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3}) {
+    for (const DType output_dtype : kDTypes) {
+      for (const Form form : {Form::kContiguous, Form::kBatched, Form::kMasked}) {
+        const int64_t n = seed % 2 == 0 ? 16 : 208;
+        const int64_t k = dtype == DType::kFloat8E4M3 ? 128 : 40;
+        GemmCase c = {dtype, dtype, output_dtype, n, k, {3, 0, 17}, form};
+        c.fuse_silu_mul = true;
+        RunAndCheck(c, ++seed);
+        if (testing::Test::HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
 // More experts than one launch of kernel parameters holds.
 TEST(GroupedGemmTest, ManyExperts) {
   std::vector<int32_t> tokens;
@@ -317,9 +359,13 @@ TEST(GroupedGemmTest, EveryTileGivesTheSameBytes) {
     std::vector<GemmTile> tiles = {GemmTile::kRows64, GemmTile::kRows128};
     if (dtype != DType::kFloat16) tiles.push_back(GemmTile::kRows16);
     if (dtype == DType::kBFloat16) tiles.push_back(GemmTile::kRows256);
-    for (const Form form : {Form::kContiguous, Form::kMasked}) {
+    for (const Form form : {Form::kContiguous, Form::kBatched, Form::kMasked}) {
       SCOPED_TRACE("seed " + std::to_string(++seed));
-      GemmCase c = {dtype, dtype, DType::kFloat32, 136, 384, {0, 70, 1, 0, 9}, form};
+      const DType fused = dtype == DType::kFloat16 ? DType::kFloat16 : DType::kBFloat16;
+      const bool is_fused = form == Form::kBatched;
+      GemmCase c = {dtype, dtype, is_fused ? fused : DType::kFloat32, 144, 384, {0, 70, 1, 0, 9},
+                    form};
+      c.fuse_silu_mul = is_fused;
       std::vector<std::byte> first;
       for (const GemmTile tile : tiles) {
         c.tile = tile;
@@ -329,6 +375,7 @@ TEST(GroupedGemmTest, EveryTileGivesTheSameBytes) {
         gemm.ExpectPaddingUntouched(output);
         if (first.empty()) first = output.bytes();
         EXPECT_EQ(output.bytes(), first) << DTypeName(dtype) << " " << GemmTileRows(tile);
+        if (!gemm.uses_tensor_cores()) break;
       }
     }
   }
@@ -405,6 +452,7 @@ TEST(GroupedGemmTest, ZeroRowsLaunchNothingAndMisfitsAreRefused) {
   refused([](auto& bad) { bad.n = 0; });
   refused([](auto& bad) { bad.k = int64_t{1} << 31; });
   refused([](auto& bad) { bad.num_experts = 0; });
+  refused([](auto& bad) { bad.fuse_silu_mul = true; });
   EXPECT_EQ(NumLaunches(), launches);
 }
 
