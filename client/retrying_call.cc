@@ -18,6 +18,15 @@ double RandomUnit() {
   return std::uniform_real_distribution<double>(0.0, 1.0)(generator);
 }
 
+// Nobody cancels these calls here, and the service gives its errors details: a bare CANCELLED is
+// gRPC's own, of a server that was shut down between a request's first byte and its handler.
+absl::Status StatusOfAttempt(const grpc::Status& status) {
+  if (status.error_code() == grpc::StatusCode::CANCELLED && status.error_details().empty()) {
+    return absl::UnavailableError("the server stopped before it took the call");
+  }
+  return StatusOfServer(status);
+}
+
 struct Attempt {
   grpc::ClientContext context;
   grpc::ByteBuffer response;
@@ -51,7 +60,7 @@ struct Operation : std::enable_shared_from_this<Operation> {
 
   void Finished(const grpc::Status& grpc_status) {
     if (grpc_status.ok()) return Answer(std::move(running->response));
-    const absl::Status status = StatusOfServer(grpc_status);
+    const absl::Status status = StatusOfAttempt(grpc_status);
     ++attempt;
     const std::optional<absl::Duration> backoff =
         BackoffBeforeRetry(policy, status, attempt, absl::Now(), deadline, RandomUnit());

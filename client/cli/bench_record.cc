@@ -24,7 +24,9 @@ int64_t Percentile(const std::vector<int64_t>& sorted, double fraction) {
 void BenchRecord::Add(absl::Duration latency, const absl::StatusOr<ForwardOutput>& answer) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!answer.ok()) {
-    ++errors_by_code_[absl::StatusCodeToString(answer.status().code())];
+    const std::string code = absl::StatusCodeToString(answer.status().code());
+    ++errors_by_code_[code];
+    first_message_by_code_.emplace(code, answer.status().message());
     if (first_error_.ok()) first_error_ = answer.status();
     return;
   }
@@ -39,6 +41,7 @@ void BenchRecord::Restart() {
   latencies_micros_.clear();
   num_tokens_ = server_micros_ = 0;
   errors_by_code_.clear();
+  first_message_by_code_.clear();
   first_error_ = absl::OkStatus();
 }
 
@@ -50,6 +53,7 @@ BenchSummary BenchRecord::Summarize() const {
     summary.seconds = absl::ToDoubleSeconds(absl::Now() - start_);
     summary.num_tokens = num_tokens_;
     summary.errors_by_code = errors_by_code_;
+    summary.first_message_by_code = first_message_by_code_;
     summary.first_error = first_error_;
     summary.mean_server_micros = static_cast<double>(server_micros_);
     sorted = latencies_micros_;

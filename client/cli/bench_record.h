@@ -19,6 +19,7 @@ struct BenchSummary {
   int64_t num_ok = 0;
   int64_t num_tokens = 0;  // of the calls that were answered
   std::map<std::string, int64_t> errors_by_code;
+  std::map<std::string, std::string> first_message_by_code;
   absl::Status first_error;  // with the server's details
   // Latencies of answered calls, microseconds; 0 when there are none.
   int64_t p50_micros = 0;
@@ -52,6 +53,7 @@ class BenchRecord {
   int64_t num_tokens_ = 0;
   int64_t server_micros_ = 0;
   std::map<std::string, int64_t> errors_by_code_;
+  std::map<std::string, std::string> first_message_by_code_;
   absl::Status first_error_;
 };
 

@@ -112,8 +112,8 @@ void PrintBenchText(const BenchReport& report) {
         summary.mean_server_micros);
   }
   printf("  errors        %s\n", CountsByCode(summary.errors_by_code).c_str());
-  if (!summary.first_error.ok()) {
-    printf("                the first: %s\n", std::string(summary.first_error.message()).c_str());
+  for (const auto& [code, message] : summary.first_message_by_code) {
+    printf("                first %s: %s\n", code.c_str(), message.c_str());
   }
   // A few at the end are a closed loop's nature.
   if (result.num_unfinished > summary.num_ok / 100 ||
@@ -164,6 +164,7 @@ void PrintBenchJson(const BenchReport& report) {
       {"latency_micros", latency},
       {"mean_server_micros", summary.mean_server_micros},
       {"errors", summary.errors_by_code},
+      {"first_messages", summary.first_message_by_code},
       {"calls_not_sent", result.num_not_sent},
       {"calls_unfinished", result.num_unfinished},
       {"oldest_unfinished_micros", result.oldest_unfinished_micros},

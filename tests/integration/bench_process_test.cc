@@ -94,6 +94,24 @@ TEST(BenchProcessTest, AServerThatIsKilledInTheMiddle) {
   EXPECT_THAT(bench->Stderr(), HasSubstr("is the server up"));
 }
 
+// gRPC ends calls that reach a server while it shuts down with a bare CANCELLED.
+TEST(BenchProcessTest, AServerThatIsStoppedInTheMiddleIsUnavailableAndNothingElse) {
+  for (int round = 0; round < 6; ++round) {
+    SCOPED_TRACE(round);
+    const auto server = ServerUnderTest::Start({.checkpoint = kFixture});
+    ASSERT_NE(server, nullptr);
+    const auto bench = StartBench(*server, {"--json", "--warmup=0s", "--duration=500ms",
+                                            "--timeout=30s", "--max_attempts=1"});
+    ASSERT_TRUE(AwaitAnswers(server.get(), 20));
+    ASSERT_TRUE(server->process().Terminate().ok());
+    EXPECT_NE(ExitCode(bench.get()), -1000);
+    const json result = json::parse(bench->Stdout());
+    for (const auto& [code, count] : result["errors"].items()) {
+      EXPECT_EQ(code, "UNAVAILABLE") << result;
+    }
+  }
+}
+
 TEST(BenchProcessTest, SaysWhatItWaitsForAfterItsTime) {
   const auto server = ServerUnderTest::Start({.checkpoint = kFixture});
   ASSERT_NE(server, nullptr);
