@@ -229,25 +229,13 @@ absl::Status CudaExpertKernels::PlanLayout(const GroupedFfnParams& params, int64
   return absl::OkStatus();
 }
 
-// "sm_90"
-absl::StatusOr<std::string> InstructionSet(int32_t device_index) {
-  int major = 0;
-  int minor = 0;
-  for (const auto& [value, attribute] : {std::pair{&major, cudaDevAttrComputeCapabilityMajor},
-                                         std::pair{&minor, cudaDevAttrComputeCapabilityMinor}}) {
-    absl::Status status = CudaStatus(cudaDeviceGetAttribute(value, attribute, device_index),
-                                     "cudaDeviceGetAttribute", device_index);
-    if (!status.ok()) return status;
-  }
-  return absl::StrCat("sm_", major, minor);
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<ExpertKernels>> NewCudaExpertKernels(
     const ExpertLayerShape& shape, const CudaAllocators& allocators,
     std::shared_ptr<CudaStreamPool> streams) {
-  absl::StatusOr<std::string> instruction_set = InstructionSet(allocators.device->device().index);
+  absl::StatusOr<std::string> instruction_set =
+      CudaInstructionSet(allocators.device->device().index);
   if (!instruction_set.ok()) return instruction_set.status();
   absl::StatusOr<std::unique_ptr<CudaExpertWeights>> weights =
       CudaExpertWeights::Create(shape, allocators, std::move(streams));

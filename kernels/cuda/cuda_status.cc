@@ -1,5 +1,7 @@
 #include "kernels/cuda/cuda_status.h"
 
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 
 namespace expertmesh {
@@ -72,6 +74,18 @@ absl::Status CheckCudaDevice(int32_t device_index) {
         absl::StrCat("no GPU ", device_index, ": this process sees ", count));
   }
   return UseCudaDevice(device_index);
+}
+
+absl::StatusOr<std::string> CudaInstructionSet(int32_t device_index) {
+  int major = 0;
+  int minor = 0;
+  for (const auto& [value, attribute] : {std::pair{&major, cudaDevAttrComputeCapabilityMajor},
+                                         std::pair{&minor, cudaDevAttrComputeCapabilityMinor}}) {
+    absl::Status status = CudaStatus(cudaDeviceGetAttribute(value, attribute, device_index),
+                                     "cudaDeviceGetAttribute", device_index);
+    if (!status.ok()) return status;
+  }
+  return absl::StrCat("sm_", major, minor);
 }
 
 }  // namespace expertmesh

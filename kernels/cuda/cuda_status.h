@@ -7,6 +7,7 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
 namespace expertmesh {
 
@@ -25,6 +26,9 @@ absl::Status UseCudaDevice(int32_t device_index);
 
 // Devices that this process sees: at least one, or FAILED_PRECONDITION "no GPU: ...".
 absl::Status CheckCudaDevice(int32_t device_index);
+
+// "sm_90"
+absl::StatusOr<std::string> CudaInstructionSet(int32_t device_index);
 
 }  // namespace expertmesh
 

@@ -123,8 +123,11 @@ class InProcessCommunicator : public Communicator {
 
 }  // namespace
 
-std::vector<std::unique_ptr<Communicator>> NewInProcessCommunicators(int32_t ep_size) {
-  auto exchange = std::make_shared<InProcessExchange>(ep_size);
+std::vector<std::unique_ptr<Communicator>> NewInProcessCommunicators(
+    int32_t ep_size,
+    std::function<absl::Status(std::byte* to, const std::byte* from, int64_t size_bytes)>
+        copy_bytes) {
+  auto exchange = std::make_shared<InProcessExchange>(ep_size, std::move(copy_bytes));
   std::vector<std::unique_ptr<Communicator>> communicators;
   for (int32_t rank = 0; rank < ep_size; ++rank) {
     communicators.push_back(std::make_unique<InProcessCommunicator>(exchange, rank));

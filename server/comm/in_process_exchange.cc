@@ -1,6 +1,7 @@
 #include "server/comm/in_process_exchange.h"
 
 #include <cstring>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 
@@ -32,7 +33,8 @@ std::vector<int64_t> PrefixSums(absl::Span<const int64_t> counts) {
 
 }  // namespace
 
-InProcessExchange::InProcessExchange(int32_t ep_size) : ep_size_(ep_size) {
+InProcessExchange::InProcessExchange(int32_t ep_size, CopyBytes copy_bytes)
+    : ep_size_(ep_size), copy_bytes_(std::move(copy_bytes)) {
   for (int32_t rank = 0; rank < ep_size; ++rank) {
     traffic_.push_back(std::make_unique<CommTraffic>(ep_size));
   }
@@ -80,13 +82,15 @@ absl::Status InProcessExchange::CheckPair(const Participant& a, int32_t a_rank,
   return status;
 }
 
-void InProcessExchange::CopyBlock(const Participant& from, int32_t from_rank, const Participant& to,
-                                  int32_t to_rank) const {
+absl::Status InProcessExchange::CopyBlock(const Participant& from, int32_t from_rank,
+                                          const Participant& to, int32_t to_rank) const {
   const int64_t size_bytes = SendBytes(from, from_rank, to_rank);
-  if (size_bytes == 0) return;
+  if (size_bytes == 0) return absl::OkStatus();
   const int64_t send_offset = from.call.kind == Kind::kAllToAllV ? from.send_offsets[to_rank] : 0;
-  std::memcpy(to.call.receive + to.recv_offsets[from_rank], from.call.send + send_offset,
-              static_cast<size_t>(size_bytes));
+  std::byte* const receive = to.call.receive + to.recv_offsets[from_rank];
+  if (copy_bytes_) return copy_bytes_(receive, from.call.send + send_offset, size_bytes);
+  std::memcpy(receive, from.call.send + send_offset, static_cast<size_t>(size_bytes));
+  return absl::OkStatus();
 }
 
 absl::Status InProcessExchange::Arrive(int32_t ep_rank, OperationPlace place, const Call& call) {
@@ -129,10 +133,11 @@ absl::Status InProcessExchange::Arrive(int32_t ep_rank, OperationPlace place, co
   // Arrived participants do not change until all their exchanges are done, and the operation stays
   // as long as one of them is missing.
   const Participant& self = operation->participants[ep_rank];
+  absl::Status copied;
   for (const int32_t peer : peers) {
     const Participant& other = operation->participants[peer];
-    CopyBlock(self, ep_rank, other, peer);
-    if (peer != ep_rank) CopyBlock(other, peer, self, ep_rank);
+    if (copied.ok()) copied = CopyBlock(self, ep_rank, other, peer);
+    if (copied.ok() && peer != ep_rank) copied = CopyBlock(other, peer, self, ep_rank);
   }
 
   // Who stood there already has waited for this rank until now.
@@ -141,6 +146,7 @@ absl::Status InProcessExchange::Arrive(int32_t ep_rank, OperationPlace place, co
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (--num_copying_ == 0) no_copy_.notify_all();
+    broken_.Update(copied);
     status = broken_;
     if (!status.ok()) {
       TakeBrokenEvents(&finished);
@@ -166,7 +172,7 @@ absl::Status InProcessExchange::Arrive(int32_t ep_rank, OperationPlace place, co
     }
   }
   for (Event& event : finished) event.Signal(status);
-  return absl::OkStatus();
+  return copied;
 }
 
 void InProcessExchange::TakeBrokenEvents(std::vector<Event>* events) {

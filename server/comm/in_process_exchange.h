@@ -4,6 +4,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -36,7 +37,11 @@ class InProcessExchange {
     Event done;  // signalled when the rank's buffers are no longer needed
   };
 
-  explicit InProcessExchange(int32_t ep_size);
+  // Null: the ranks' memory is the host's.
+  using CopyBytes =
+      std::function<absl::Status(std::byte* to, const std::byte* from, int64_t size_bytes)>;
+
+  InProcessExchange(int32_t ep_size, CopyBytes copy_bytes);
 
   int32_t ep_size() const { return ep_size_; }
   absl::Status broken() const;
@@ -68,13 +73,14 @@ class InProcessExchange {
   int64_t ReceiveBytes(const Participant& to, int32_t from_rank) const;
   absl::Status CheckPair(const Participant& a, int32_t a_rank, const Participant& b,
                          int32_t b_rank) const;
-  void CopyBlock(const Participant& from, int32_t from_rank, const Participant& to,
-                 int32_t to_rank) const;
+  absl::Status CopyBlock(const Participant& from, int32_t from_rank, const Participant& to,
+                         int32_t to_rank) const;
   // Needs mutex_. Events of all ranks that still wait, once the exchange is broken and no copy is
   // running.
   void TakeBrokenEvents(std::vector<Event>* events);
 
   const int32_t ep_size_;
+  const CopyBytes copy_bytes_;
   std::vector<std::unique_ptr<CommTraffic>> traffic_;  // [ep_size]
   mutable std::mutex mutex_;                           // of everything below
   std::condition_variable no_copy_;

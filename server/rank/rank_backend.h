@@ -1,8 +1,12 @@
 #ifndef EXPERTMESH_SERVER_RANK_RANK_BACKEND_H_
 #define EXPERTMESH_SERVER_RANK_RANK_BACKEND_H_
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
+#include <string>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
@@ -10,6 +14,7 @@
 #include "kernels/base/parallel_for.h"
 #include "kernels/base/stream.h"
 #include "kernels/cpu/cpu_kernels.h"
+#include "kernels/cuda/cuda_device.h"
 #include "kernels/expert_kernels.h"
 #include "kernels/row_ops.h"
 
@@ -22,6 +27,16 @@ class RankBackend {
   virtual ~RankBackend() = default;
 
   virtual const char* instruction_set() const = 0;
+  // "cpu", "cuda:0"
+  virtual std::string device_name() const { return "cpu"; }
+  // Memory of the device that is free; nullopt: it is the host's.
+  virtual std::optional<int64_t> device_free_bytes() const { return std::nullopt; }
+  // How bytes get from one rank's memory to another's within a process (InProcessCommunicator);
+  // null: memcpy.
+  virtual std::function<absl::Status(std::byte* to, const std::byte* from, int64_t size_bytes)>
+  copy_bytes() {
+    return nullptr;
+  }
   // Memory for rows on the device, and host memory for indices and outputs; the same where the
   // device is the host. Shared, because outputs outlive steps and may outlive the rank.
   virtual const std::shared_ptr<Allocator>& device_allocator() const = 0;
@@ -46,6 +61,11 @@ struct CpuRankBackendOptions {
 // this machine lacks the instruction set.
 absl::StatusOr<std::unique_ptr<RankBackend>> NewCpuRankBackend(
     const CpuRankBackendOptions& options);
+
+// A GPU, which ranks of one process may share. Streams run apart from the thread that runs a step;
+// host memory is pinned. `threads` pack weights.
+std::unique_ptr<RankBackend> NewCudaRankBackend(std::shared_ptr<CudaDevice> device,
+                                                const ParallelForOptions& threads);
 
 }  // namespace expertmesh
 

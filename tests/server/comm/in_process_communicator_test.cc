@@ -8,7 +8,8 @@ namespace {
 
 INSTANTIATE_TEST_SUITE_P(InProcess, CommunicatorConformance,
                          ::testing::ValuesIn(CommunicatorConformanceParams(
-                             "in_process", NewInProcessCommunicators,
+                             "in_process",
+                             [](int32_t ep_size) { return NewInProcessCommunicators(ep_size); },
                              {CommunicatorDrive::kOneThread, CommunicatorDrive::kThreadPerRank,
                               CommunicatorDrive::kThreadedStreams})),
                          [](const auto& test) { return test.param.name; });

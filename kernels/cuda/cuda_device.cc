@@ -1,0 +1,76 @@
+#include "kernels/cuda/cuda_device.h"
+
+#include <cuda_runtime_api.h>
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "kernels/cuda/cuda_expert_kernels.h"
+#include "kernels/cuda/cuda_row_ops.h"
+#include "kernels/cuda/cuda_status.h"
+#include "kernels/cuda/cuda_stream.h"
+#include "kernels/cuda/cuda_upload.h"
+
+namespace expertmesh {
+namespace {
+
+// A device that has not copied a block by then never will.
+constexpr absl::Duration kCopyTimeout = absl::Minutes(2);
+
+class OneCudaDevice : public CudaDevice {
+ public:
+  OneCudaDevice(int32_t index, std::string instruction_set)
+      : index_(index), instruction_set_(std::move(instruction_set)) {}
+
+  int32_t index() const override { return index_; }
+  const std::string& instruction_set() const override { return instruction_set_; }
+  const std::shared_ptr<Allocator>& allocator() const override { return device_memory_; }
+  const std::shared_ptr<Allocator>& pinned_allocator() const override { return pinned_memory_; }
+
+  int64_t free_bytes() const override {
+    size_t free_bytes = 0;
+    size_t total_bytes = 0;
+    absl::Status status = UseCudaDevice(index_);
+    if (status.ok()) {
+      status = CudaStatus(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo", index_);
+    }
+    if (!status.ok()) return 0;
+    return static_cast<int64_t>(free_bytes) + allocators_.device->usage().cached_bytes;
+  }
+
+  std::unique_ptr<Stream> NewStream() override { return streams_->NewStream(); }
+  RowOps& row_ops() override { return *row_ops_; }
+  absl::StatusOr<std::unique_ptr<ExpertKernels>> NewExpertKernels(
+      const ExpertLayerShape& shape) override {
+    return NewCudaExpertKernels(shape, allocators_, streams_);
+  }
+
+  absl::Status CopyNow(std::byte* to, const std::byte* from, int64_t size_bytes) override {
+    const std::unique_ptr<CudaStream> stream = streams_->NewStream();
+    absl::Status status = stream->Copy(to, from, size_bytes);
+    return status.ok() ? stream->Wait(absl::Now() + kCopyTimeout) : status;
+  }
+
+ private:
+  const int32_t index_;
+  const std::string instruction_set_;
+  const CudaAllocators allocators_ = {
+      std::make_shared<CudaAllocator>(CudaMemory::kDevice, index_),
+      std::make_shared<CudaAllocator>(CudaMemory::kPinnedHost, index_)};
+  const std::shared_ptr<Allocator> device_memory_ = allocators_.device;
+  const std::shared_ptr<Allocator> pinned_memory_ = allocators_.pinned;
+  const std::shared_ptr<CudaStreamPool> streams_ = std::make_shared<CudaStreamPool>(index_);
+  const std::unique_ptr<RowOps> row_ops_ = NewCudaRowOps(allocators_);
+};
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<CudaDevice>> OpenCudaDevice(int32_t index) {
+  if (absl::Status status = CheckCudaDevice(index); !status.ok()) return status;
+  absl::StatusOr<std::string> instruction_set = CudaInstructionSet(index);
+  if (!instruction_set.ok()) return instruction_set.status();
+  return std::make_shared<OneCudaDevice>(index, *std::move(instruction_set));
+}
+
+}  // namespace expertmesh

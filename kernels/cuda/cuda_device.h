@@ -1,0 +1,43 @@
+#ifndef EXPERTMESH_KERNELS_CUDA_CUDA_DEVICE_H_
+#define EXPERTMESH_KERNELS_CUDA_CUDA_DEVICE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/base/buffer.h"
+#include "kernels/base/stream.h"
+#include "kernels/expert_kernels.h"
+#include "kernels/row_ops.h"
+
+namespace expertmesh {
+
+// One GPU, for code that sees no header of CUDA. Thread safe. Streams and kernels may outlive it.
+class CudaDevice {
+ public:
+  virtual ~CudaDevice() = default;
+  virtual int32_t index() const = 0;
+  virtual const std::string& instruction_set() const = 0;  // "sm_90"
+  // The GPU's memory, and host memory that it reaches.
+  virtual const std::shared_ptr<Allocator>& allocator() const = 0;
+  virtual const std::shared_ptr<Allocator>& pinned_allocator() const = 0;
+  // Free for allocator(), what that keeps for reuse included. 0 when the device does not say.
+  virtual int64_t free_bytes() const = 0;
+
+  virtual std::unique_ptr<Stream> NewStream() = 0;
+  virtual RowOps& row_ops() = 0;
+  virtual absl::StatusOr<std::unique_ptr<ExpertKernels>> NewExpertKernels(
+      const ExpertLayerShape& shape) = 0;
+  // Blocks until the copy is done.
+  virtual absl::Status CopyNow(std::byte* to, const std::byte* from, int64_t size_bytes) = 0;
+};
+
+// FAILED_PRECONDITION "no GPU: ..." when there is none, or not so many.
+absl::StatusOr<std::shared_ptr<CudaDevice>> OpenCudaDevice(int32_t index);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_KERNELS_CUDA_CUDA_DEVICE_H_
