@@ -69,7 +69,7 @@ done
 scratch=$(mktemp -d)
 control_plane="" keepers=() mouths=() announcer=""
 # What a further signal while stopping goes to.
-stopping=()
+stopping=() at_once=false
 
 is_alive() { kill -0 "$1" 2>/dev/null; }
 # Until they have ended; signals that the script handles meanwhile do not end the wait. Without the shell's own words
@@ -81,15 +81,21 @@ wait_for_end() {
     while is_alive "$pid"; do { wait "$pid" || true; } 2>/dev/null; done
   done
 }
+# Processes that were stopped (SIGSTOP) go on to hear of it.
+ask_to_end() {
+  kill -TERM "$@" 2>/dev/null || true
+  kill -CONT "$@" 2>/dev/null || true
+}
 stop() {
   stopping=("$@")
-  kill -TERM "$@" 2>/dev/null || true
+  ask_to_end "$@"
+  ! $at_once || ask_to_end "$@"
   wait_for_end "$@"
 }
 finish() {
   local code=$?
   trap - EXIT
-  trap 'say "at once"; kill -TERM "${stopping[@]}" 2>/dev/null || true' INT TERM HUP
+  trap 'at_once=true; say "at once"; ask_to_end "${stopping[@]}"' INT TERM HUP
   [[ -z "$announcer" ]] || kill -TERM "$announcer" 2>/dev/null || true
   if [[ -n "$control_plane" ]] && is_alive "$control_plane"; then
     say "stopping: calls that were taken end first (Ctrl-C again: at once)"
@@ -143,11 +149,22 @@ done
 rank_port=$(<"$scratch/rank_port")
 target=${listen%:*}:$(<"$scratch/port")
 
-# Each rank's keeper starts it again when it ends, until the keeper is told to stop; then it ends it.
+# Each rank's keeper starts it again when it ends, until the keeper is told to stop; then it ends it, at once when it is
+# told so again.
+stop_rank() {
+  if [[ -z "$pid" ]]; then
+    is_stopping=true
+  elif $is_stopping; then
+    kill -KILL "$pid" 2>/dev/null || true
+  else
+    is_stopping=true
+    ask_to_end "$pid"
+  fi
+}
 keep() {
   local rank=$1 mouth=$2 pid="" is_stopping=false code
   trap - EXIT
-  trap 'is_stopping=true; [[ -z "$pid" ]] || kill -TERM "$pid" 2>/dev/null || true' TERM
+  trap 'stop_rank' TERM
   trap '' INT HUP TTOU
   until $is_stopping; do
     setsid "$bin/expertmesh-expert-server" --control_plane="127.0.0.1:$rank_port" --ep_rank="$rank" \
@@ -155,7 +172,7 @@ keep() {
     pid=$!
     echo "$pid" > "$scratch/rank_$rank"
     say "rank $rank is pid $pid"
-    ! $is_stopping || kill -TERM "$pid" 2>/dev/null || true
+    ! $is_stopping || ask_to_end "$pid"
     while true; do
       code=0
       { wait "$pid" || code=$?; } 2>/dev/null

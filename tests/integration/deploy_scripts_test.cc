@@ -149,6 +149,16 @@ TEST(DeployScriptsTest, CtrlCReachesTheScriptAloneWhichStopsInOrder) {
   EXPECT_THAT(cluster.Stdout(), Not(HasSubstr("its stream ended")));
 }
 
+TEST(DeployScriptsTest, CtrlCEndsARankThatWasStopped) {
+  LocalCluster cluster({"2"});
+  const std::string pid = cluster.WaitForLine("^local_cluster \\| rank 1 is pid ([0-9]+)")[1];
+  cluster.WaitForLine("^local_cluster \\| ready");
+  ASSERT_EQ(kill(atoi(pid.c_str()), SIGSTOP), 0);
+  cluster.PressCtrlC();
+  EXPECT_EQ(cluster.WaitForEnd(), 0);
+  EXPECT_NE(kill(atoi(pid.c_str()), 0), 0) << "it is still there";
+}
+
 TEST(DeployScriptsTest, AControlPlaneThatCannotStartEndsTheScript) {
   LocalCluster cluster({"2", "--", "--dispatch=passthrough"});
   EXPECT_EQ(cluster.WaitForEnd(), 1);
