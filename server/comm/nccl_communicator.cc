@@ -214,12 +214,12 @@ absl::StatusOr<std::unique_ptr<Communicator>> NewNcclCommunicator(NcclCommunicat
   exchange_params.abort_timeout = params.abort_timeout;
   exchange_params.on_stuck_abort = std::move(params.on_stuck_abort);
   auto exchange = std::make_shared<NcclExchange>(std::move(exchange_params));
+  if (!status.ok()) exchange->Break(status, status);
+  status.Update(exchange->Begin());
   if (!status.ok()) {
-    exchange->Break(status, status);
     exchange->Stop();
     return status;
   }
-  exchange->Begin();
   return std::make_unique<NcclCommunicator>(std::move(exchange));
 }
 

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "server/ops/logging.h"
+#include "server/ops/start_thread.h"
 
 namespace expertmesh {
 namespace {
@@ -49,8 +50,17 @@ NcclExchange::~NcclExchange() {
   for (const NcclFunctions::DeviceEvent event : idle_events_) functions_.EventDestroy(event);
 }
 
-void NcclExchange::Begin() {
-  thread_ = std::thread([this] { Run(); });
+absl::Status NcclExchange::Begin() {
+  absl::StatusOr<std::unique_ptr<DeadlineWorker>> worker = DeadlineWorker::Start();
+  if (!worker.ok()) return worker.status();
+  worker_ = *std::move(worker);
+  absl::StatusOr<std::thread> teardown = StartThread([this] { WatchForBreak(); });
+  if (!teardown.ok()) return teardown.status();
+  teardown_ = *std::move(teardown);
+  absl::StatusOr<std::thread> thread = StartThread([this] { Run(); });
+  if (!thread.ok()) return thread.status();
+  thread_ = *std::move(thread);
+  return absl::OkStatus();
 }
 
 absl::Status NcclExchange::broken() const {
@@ -381,8 +391,19 @@ void NcclExchange::Break(const absl::Status& status, const absl::Status& reason_
 void NcclExchange::BreakLocked(const absl::Status& status, const absl::Status& reason_for_peers) {
   if (!broken_.ok()) return;
   broken_ = status;
+  reason_for_peers_ = reason_for_peers;
   changed_.notify_all();
-  teardown_ = std::thread([this, reason_for_peers] { TearDown(reason_for_peers); });
+}
+
+void NcclExchange::WatchForBreak() {
+  absl::Status reason_for_peers;
+  {
+    Lock lock(mutex_);
+    changed_.wait(lock, [this] { return !broken_.ok(); });
+    if (torn_down_) return;
+    reason_for_peers = reason_for_peers_;
+  }
+  TearDown(reason_for_peers);
 }
 
 void NcclExchange::TearDown(const absl::Status& reason_for_peers) {
@@ -397,14 +418,15 @@ void NcclExchange::TearDown(const absl::Status& reason_for_peers) {
     Lock lock(mutex_);
     changed_.wait_for(lock, ToChrono(params_.abort_timeout / 2), [this] { return !in_call_; });
   }
-  const bool returned = RunWithDeadline(
-      params_.abort_timeout, [functions = params_.functions, comm = params_.comm,
-                              stream = params_.stream, device_index = params_.device_index] {
+  const bool returned = worker_->Run(
+      [functions = params_.functions, comm = params_.comm, stream = params_.stream,
+       device_index = params_.device_index] {
         // Nobody is left to hear of an error; what matters is that it is over.
         static_cast<void>(functions->SetDevice(device_index));
         static_cast<void>(functions->CommAbort(comm));
         static_cast<void>(functions->StreamSynchronize(stream));
-      });
+      },
+      params_.abort_timeout);
   absl::Status broken;
   std::vector<Event> pending;
   {
@@ -431,20 +453,6 @@ void NcclExchange::TearDown(const absl::Status& reason_for_peers) {
   for (Event& event : pending) event.Signal(broken);
 }
 
-bool NcclExchange::RunWithDeadline(absl::Duration timeout, std::function<void()> work) {
-  Event finished;
-  std::thread worker([work = std::move(work), finished]() mutable {
-    work();
-    finished.Signal();
-  });
-  if (finished.Wait(absl::Now() + timeout).ok()) {
-    worker.join();
-    return true;
-  }
-  worker.detach();
-  return false;
-}
-
 void NcclExchange::WaitUntilTornDown() {
   Lock lock(mutex_);
   changed_.wait(lock, [this] { return torn_down_; });
@@ -453,9 +461,9 @@ void NcclExchange::WaitUntilTornDown() {
 bool NcclExchange::EndInPeace() {
   const auto is_over = std::make_shared<std::atomic<bool>>(false);
   const absl::Time deadline = absl::Now() + kFinalizeTimeout;
-  const bool returned = RunWithDeadline(
-      kFinalizeTimeout * 2, [is_over, deadline, functions = params_.functions, comm = params_.comm,
-                             device_index = params_.device_index] {
+  const bool returned = worker_->Run(
+      [is_over, deadline, functions = params_.functions, comm = params_.comm,
+       device_index = params_.device_index] {
         if (!functions->SetDevice(device_index).ok()) return;
         Result result = functions->CommFinalize(comm);
         while (result == Result::kInProgress && absl::Now() < deadline) {
@@ -465,7 +473,8 @@ bool NcclExchange::EndInPeace() {
         if (result == Result::kSuccess) {
           is_over->store(functions->CommDestroy(comm) == Result::kSuccess);
         }
-      });
+      },
+      kFinalizeTimeout * 2);
   return returned && is_over->load();
 }
 
@@ -480,16 +489,23 @@ void NcclExchange::Stop() {
   bool in_peace;
   {
     const Lock lock(mutex_);
-    in_peace = broken_.ok() && called_.empty() && agreeing_.empty() && issued_.empty();
+    in_peace = teardown_.joinable() && broken_.ok() && called_.empty() && agreeing_.empty() &&
+               issued_.empty();
   }
   if (in_peace && EndInPeace()) {
     const Lock lock(mutex_);
     broken_ = left;
     torn_down_ = true;
+    changed_.notify_all();
   } else {
     Break(left, left);
   }
-  if (teardown_.joinable()) teardown_.join();
+  if (teardown_.joinable()) {
+    teardown_.join();
+  } else if (!torn_down_) {
+    // Without threads there is none to wait for it from.
+    static_cast<void>(functions_.CommAbort(params_.comm));
+  }
   control_stream_.reset();
   // To peers that wait, this says that the rank has left.
   params_.control.reset();

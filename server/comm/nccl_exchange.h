@@ -18,6 +18,7 @@
 #include "absl/time/time.h"
 #include "server/comm/comm_traffic.h"
 #include "server/comm/communicator.h"
+#include "server/comm/deadline_worker.h"
 #include "server/comm/nccl_functions.h"
 #include "server/comm/nccl_operation.h"
 #include "server/comm/operation_places.h"
@@ -49,7 +50,8 @@ class NcclExchange : public std::enable_shared_from_this<NcclExchange> {
   explicit NcclExchange(Params params);
   ~NcclExchange();  // after Stop
 
-  void Begin();  // once, when a shared_ptr owns it
+  // Once, when a shared_ptr owns it. RESOURCE_EXHAUSTED without threads: then only Stop is left.
+  absl::Status Begin();
 
   int32_t ep_rank() const { return params_.ep_rank; }
   int32_t ep_size() const { return params_.ep_size; }
@@ -91,11 +93,10 @@ class NcclExchange : public std::enable_shared_from_this<NcclExchange> {
   absl::Status Call(const std::function<absl::Status()>& call);
   absl::StatusOr<Result> AsyncError();
   void BreakLocked(const absl::Status& status, const absl::Status& reason_for_peers);
+  void WatchForBreak();
   void TearDown(const absl::Status& reason_for_peers);
   // NCCL's own end; false when it did not work out.
   bool EndInPeace();
-  // `work` on a thread of its own; false when it took too long and was left behind.
-  static bool RunWithDeadline(absl::Duration timeout, std::function<void()> work);
   void WakeWhenDone(const Event& event);
   absl::StatusOr<NcclFunctions::DeviceEvent> TakeDeviceEvent();
   void KeepDeviceEvents(NcclOperation& operation);
@@ -108,6 +109,7 @@ class NcclExchange : public std::enable_shared_from_this<NcclExchange> {
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   absl::Status broken_;
+  absl::Status reason_for_peers_;  // OK: they know
   bool torn_down_ = false;
   bool left_behind_ = false;  // a thread still is in NCCL's abort
   bool stopping_ = false;
@@ -118,9 +120,10 @@ class NcclExchange : public std::enable_shared_from_this<NcclExchange> {
   Operations agreeing_;                       // by place; headers are sent
   Operations issued_;                         // by place; NCCL has them
   std::vector<NcclFunctions::DeviceEvent> idle_events_;
-  std::thread teardown_;
 
   std::unique_ptr<Stream> control_stream_;
+  std::unique_ptr<DeadlineWorker> worker_;  // ends NCCL
+  std::thread teardown_;                    // waits for a break
   std::thread thread_;
 };
 

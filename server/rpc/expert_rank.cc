@@ -17,6 +17,7 @@
 #include "server/cluster/membership.h"
 #include "server/cluster/memory_need.h"
 #include "server/comm/in_process_communicator.h"
+#include "server/comm/nccl_communicator.h"
 #include "server/comm/tcp_communicator.h"
 #include "server/ops/call_error.h"
 #include "server/ops/logging.h"
@@ -82,6 +83,8 @@ struct ExpertRank::Impl {
   // when the session has ended.
   void RunLane(RankSession& own, const v1::JoinResponse& membership);
   void Obey(const v1::RunStepsResponse& command, const v1::JoinResponse& membership);
+  // The communicator of an epoch; collective, blocks until all ranks have come.
+  absl::StatusOr<std::unique_ptr<Communicator>> Connect(const v1::EpochBegin& begin);
   absl::Status FormEpoch(const v1::EpochBegin& begin, const v1::JoinResponse& membership);
   void DropEpoch(const absl::Status& reason);
   grpc::ByteBuffer RunStep(ReceivedSlice slice, ComputeTurns::Turn turn);
@@ -367,24 +370,26 @@ void ExpertRank::Impl::Obey(const v1::RunStepsResponse& command,
   session->Write(EncodeSmallMessage(answer));
 }
 
-absl::Status ExpertRank::Impl::FormEpoch(const v1::EpochBegin& begin,
-                                         const v1::JoinResponse& membership) {
-  if (begin.incarnation() != membership.incarnation()) {
-    return CallError(ErrorReason::kStaleIncarnation, "the epoch is of another incarnation");
+absl::StatusOr<std::unique_ptr<Communicator>> ExpertRank::Impl::Connect(
+    const v1::EpochBegin& begin) {
+  const RankEngine& engine = *options.engine;
+  const bool has_device = options.nccl.functions != nullptr;
+  if (engine.ep_size() == 1 && !has_device) {
+    return std::move(NewInProcessCommunicators(1).front());
   }
-  DropEpoch(absl::UnavailableError("another epoch forms"));
-  RankEngine& engine = *options.engine;
-  std::unique_ptr<Communicator> communicator;
+  auto own_store =
+      std::make_shared<GrpcRendezvousStore>(stub.get(), begin.incarnation(), begin.epoch());
+  {
+    const std::lock_guard<std::mutex> lock(epoch_mutex);
+    store = own_store;
+    give_up = false;
+  }
+  const absl::Time deadline = absl::Now() + absl::Microseconds(begin.timeout_micros());
+  const absl::Duration operation_timeout = absl::Microseconds(begin.operation_timeout_micros());
+  absl::StatusOr<std::unique_ptr<Communicator>> over_host = absl::UnknownError("");
   if (engine.ep_size() == 1) {
-    communicator = std::move(NewInProcessCommunicators(1).front());
+    over_host = std::move(NewInProcessCommunicators(1).front());
   } else {
-    auto own_store =
-        std::make_shared<GrpcRendezvousStore>(stub.get(), begin.incarnation(), begin.epoch());
-    {
-      const std::lock_guard<std::mutex> lock(epoch_mutex);
-      store = own_store;
-      give_up = false;
-    }
     TcpCommunicatorParams params;
     params.mesh.ep_rank = engine.ep_rank();
     params.mesh.ep_size = engine.ep_size();
@@ -394,15 +399,39 @@ absl::Status ExpertRank::Impl::FormEpoch(const v1::EpochBegin& begin,
     params.mesh.advertise_address = options.advertise_address;
     params.mesh.store = own_store.get();
     params.mesh.cancelled = &give_up;
-    params.mesh.deadline = absl::Now() + absl::Microseconds(begin.timeout_micros());
-    params.operation_timeout = absl::Microseconds(begin.operation_timeout_micros());
-    absl::StatusOr<std::unique_ptr<Communicator>> connected = NewTcpCommunicator(params);
-    if (!connected.ok()) return connected.status();
-    communicator = *std::move(connected);
+    params.mesh.deadline = deadline;
+    params.operation_timeout = operation_timeout;
+    over_host = NewTcpCommunicator(params);
   }
+  if (!over_host.ok() || !has_device) return over_host;
+  NcclCommunicatorParams params;
+  params.ep_rank = engine.ep_rank();
+  params.ep_size = engine.ep_size();
+  params.incarnation = begin.incarnation();
+  params.epoch = begin.epoch();
+  params.device_index = options.nccl.device_index;
+  params.functions = options.nccl.functions;
+  params.control = *std::move(over_host);
+  params.store = own_store.get();
+  params.deadline = deadline;
+  params.cancelled = &give_up;
+  params.operation_timeout = operation_timeout;
+  params.on_stuck_abort = options.nccl.on_stuck_abort;
+  return NewNcclCommunicator(std::move(params));
+}
+
+absl::Status ExpertRank::Impl::FormEpoch(const v1::EpochBegin& begin,
+                                         const v1::JoinResponse& membership) {
+  if (begin.incarnation() != membership.incarnation()) {
+    return CallError(ErrorReason::kStaleIncarnation, "the epoch is of another incarnation");
+  }
+  DropEpoch(absl::UnavailableError("another epoch forms"));
+  RankEngine& engine = *options.engine;
+  absl::StatusOr<std::unique_ptr<Communicator>> communicator = Connect(begin);
+  if (!communicator.ok()) return communicator.status();
   const std::lock_guard<std::mutex> lock(epoch_mutex);
   store = nullptr;
-  engine.EnterEpoch(begin.incarnation(), begin.epoch(), std::move(communicator));
+  engine.EnterEpoch(begin.incarnation(), begin.epoch(), *std::move(communicator));
   epoch = begin.epoch();
   state = v1::RANK_STATE_ACTIVE;
   return absl::OkStatus();

@@ -2,6 +2,7 @@
 #define EXPERTMESH_SERVER_RPC_EXPERT_RANK_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -11,10 +12,18 @@
 #include "absl/time/time.h"
 #include "kernels/base/buffer.h"
 #include "server/cluster/membership.h"
+#include "server/comm/nccl_functions.h"
 #include "server/rank/rank_engine.h"
 #include "server/rpc/rank_channel.h"
 
 namespace expertmesh {
+
+// How a rank on a GPU exchanges rows: over NCCL, agreed on over TCP (see NcclCommunicatorParams).
+struct NcclRankOptions {
+  std::shared_ptr<NcclFunctions> functions;  // null: the rank's rows are in host memory
+  int32_t device_index = 0;
+  std::function<void(const absl::Status&)> on_stuck_abort;
+};
 
 struct ExpertRankOptions {
   RankLink link;
@@ -25,6 +34,7 @@ struct ExpertRankOptions {
   // As TcpMeshParams.
   std::string bind_address = "127.0.0.1";
   std::string advertise_address;
+  NcclRankOptions nccl;
   // How long nobody may answer, or the rank's number may be taken, before Run gives up. Once it has
   // been a member, a control plane that does not answer is waited for without end: the weights are
   // dear.

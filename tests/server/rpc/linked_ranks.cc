@@ -57,6 +57,8 @@ LinkedRanks::LinkedRanks(const WeightSource& source, const Options& options) {
     rank_options.engine = rank->engine.get();
     rank_options.allocator = rank->memory;
     rank_options.hidden_sizes[model.name] = model.hidden_size;
+    rank_options.nccl.functions = options.nccl;
+    rank_options.nccl.on_stuck_abort = [](const absl::Status&) { abort(); };
     ModelManifest& manifest = rank_options.models.emplace_back();
     manifest.model = model.name;
     manifest.fingerprint = model.fingerprint;
