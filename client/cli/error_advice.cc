@@ -63,21 +63,23 @@ std::string TooLargeAdvice(absl::string_view message) {
 
 std::string Advice(const absl::Status& status, const std::optional<ServerErrorDetails>& details) {
   if (details.has_value()) {
-    if (details->retry_after.has_value()) {
-      return absl::StrCat("the server advises to try again in ",
-                          absl::FormatDuration(*details->retry_after));
-    }
+    std::string advice;
     for (const ReasonAdvice& known : kReasonAdvice) {
-      if (details->reason == known.reason) return known.advice;
+      if (details->reason == known.reason) advice = known.advice;
     }
-    return "";
+    if (details->retry_after.has_value()) {
+      absl::StrAppend(&advice, advice.empty() ? "" : "; ", "the server advises to try again in ",
+                      absl::FormatDuration(*details->retry_after));
+    }
+    return advice;
   }
   switch (status.code()) {
     case absl::StatusCode::kUnavailable:
       return "nothing answered there: is the server up, is --target right, does one side use TLS "
              "and the other not?";
     case absl::StatusCode::kDeadlineExceeded:
-      return "allow more time with --timeout, or look at the server's queue (/metrics)";
+      return "allow more time with --timeout, or see what keeps the server busy: `expertmesh "
+             "status`";
     case absl::StatusCode::kResourceExhausted:
       return TooLargeAdvice(status.message());
     case absl::StatusCode::kUnimplemented:

@@ -78,9 +78,11 @@ void PrintModel(const v1::GetModelResponse& model) {
          ShortNames(model.hidden_states_dtypes(), "DATA_TYPE_", dtype_name).c_str());
   printf("  fingerprint   %s\n",
          model.fingerprint().empty() ? "not known yet" : model.fingerprint().c_str());
-  printf("  served by     %d rank%s (%s), epoch %llu, %s\n", model.ep_size(),
-         model.ep_size() == 1 ? "" : "s", model.instruction_set().c_str(),
-         static_cast<unsigned long long>(model.epoch()), model.ready() ? "ready" : "not ready");
+  printf("  served by     %d rank%s%s, %s, %s\n", model.ep_size(), model.ep_size() == 1 ? "" : "s",
+         model.instruction_set().empty() ? ""
+                                         : absl::StrCat(" (", model.instruction_set(), ")").c_str(),
+         model.epoch() == 0 ? "no epoch stands" : absl::StrCat("epoch ", model.epoch()).c_str(),
+         model.ready() ? "ready" : "not ready");
   printf("  strategies    %s\n",
          ShortNames(model.strategies(), "DISPATCH_MODE_", mode_name).c_str());
   const v1::Limits& limits = model.limits();

@@ -135,8 +135,8 @@ void AddWarnings(const ValidForward& forward, v1::ExplainResponse* response) {
   const ForwardCall& call = *forward.call;
   if (response->epoch() == 0) {
     response->add_warnings(
-        "no epoch stands: not all ranks are there; a call waits for them until its deadline, then "
-        "it runs as told here");
+        "no epoch stands: a call would wait until all ranks are there, at most until its deadline, "
+        "and run as told here");
   }
   if (response->num_steps() > 1) {
     response->add_warnings(
