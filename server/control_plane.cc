@@ -68,7 +68,7 @@ absl::Status LoadExperts(const std::vector<ServedModel>& models, bool progress_o
   for (const ServedModel& model : models) sources.push_back(model.source.get());
   absl::StatusOr<std::vector<int64_t>> need = group->NeedBytes(sources);
   if (!need.ok()) return need.status();
-  absl::StatusOr<int64_t> available = AvailableMemoryBytes();
+  absl::StatusOr<int64_t> available = group->AvailableBytes();
   if (!available.ok()) return available.status();
 
   LoadReporter reporter(ProgressToStderr(progress_on_terminal), NamesOf(models));
@@ -363,6 +363,7 @@ void ControlPlane::Impl::Serve() {
   LogInfo(absl::StrCat("serving ", NamesOf(models), " on ", address),
           {{"ranks", group->ep_size()},
            {"threads_per_rank", local_group->threads_per_rank()},
+           {"device", local_group->device_name()},
            {"isa", group->instruction_set()},
            {"tls", !options.server.tls.empty()}});
 }

@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <exception>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -99,6 +100,8 @@ ABSL_FLAG(
     "probes health, e.g. 10s under Kubernetes.");
 ABSL_FLAG(int, threads, 0, "Threads of all ranks together; 0: one for each core.");
 ABSL_FLAG(std::string, isa, "auto", "CPU kernels: auto, portable, avx2, avx512_bf16.");
+ABSL_FLAG(std::string, device, "cpu",
+          "What --local_ranks compute on: cpu, or cuda:N for the N-th GPU that this process sees.");
 ABSL_FLAG(std::string, dispatch, "auto",
           "How rows get to their experts: auto, passthrough (one rank), all_to_all, "
           "all_to_all_fixed_capacity, allgather_reducescatter, allgather_reducescatter_monolithic, "
@@ -208,6 +211,10 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
         "--rank_listen with --tls_cert needs --tls_ca and --rank_tls_names, the names on the "
         "certificates of expert servers ('*': any certificate of --tls_ca)");
   }
+  if (options.ranks.ep_size > 0 && absl::GetFlag(FLAGS_device) != "cpu") {
+    return absl::InvalidArgumentError(
+        "--device is of --local_ranks; expert servers have a --device of their own");
+  }
   if (absl::GetFlag(FLAGS_threads) < 0) {
     return absl::InvalidArgumentError("--threads is negative; 0: one for each core");
   }
@@ -283,6 +290,15 @@ int Run(const std::vector<std::string>& args) {
   if (!level.ok()) return UsageError(level.status());
   absl::StatusOr<ControlPlaneOptions> options = ReadFlags();
   if (!options.ok()) return UsageError(options.status());
+
+  absl::StatusOr<std::shared_ptr<CudaDevice>> device = OpenDeviceFlag(absl::GetFlag(FLAGS_device));
+  if (!device.ok()) {
+    if (absl::IsInvalidArgument(device.status())) return UsageError(device.status());
+    std::fprintf(stderr, "expertmesh-control-plane: %s\n",
+                 std::string(device.status().message()).c_str());
+    return kExitFailure;
+  }
+  options->group.device = *std::move(device);
 
   InitLogging({*level, *format});
   ControlPlane control_plane(*std::move(options));

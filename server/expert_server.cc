@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -13,6 +14,7 @@
 #include "kernels/base/host_buffer_pool.h"
 #include "server/checkpoints.h"
 #include "server/cluster/memory_need.h"
+#include "server/cuda_support.h"
 #include "server/model/placement.h"
 #include "server/ops/logging.h"
 #include "server/rank/rank_backend.h"
@@ -34,13 +36,16 @@ struct ExpertServer::Impl {
       : options(std::move(o)), link{options.control_plane, NewChannelCredentials(options.tls)} {}
 
   absl::Status MakeEngine();
+  // What moves rows among GPUs.
+  absl::Status OpenNccl();
+  // Memory for weights, on the host or on the device.
+  absl::StatusOr<int64_t> Available() const;
   absl::Status LoadExperts(const std::vector<ServedModel>& models);
   // Places the layers and says what the rank will hold.
   absl::StatusOr<int64_t> Plan(const std::vector<ServedModel>& models);
 
   const ExpertServerOptions options;
   const RankLink link;
-  const std::shared_ptr<Allocator> allocator = std::make_shared<HostBufferPool>();
   std::map<std::string, std::map<int32_t, Placement>> placements;
   ExpertRankOptions rank_options;
   std::unique_ptr<RankEngine> engine;
@@ -58,19 +63,51 @@ ExpertServer::~ExpertServer() = default;
 absl::Status ExpertServer::Impl::MakeEngine() {
   const int num_cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
   const int num_threads = options.num_threads > 0 ? options.num_threads : num_cores;
-  CpuRankBackendOptions backend_options;
-  backend_options.isa = options.isa.value_or(SupportedCpuIsas().back());
-  backend_options.threads.num_threads = num_threads;
-  backend_options.threads.spin_micros = num_cores - num_threads >= kSpareCores ? kSpinMicros : 0;
-  backend_options.allocator = allocator;
-  absl::StatusOr<std::unique_ptr<RankBackend>> backend = NewCpuRankBackend(backend_options);
-  if (!backend.ok()) return backend.status();
+  ParallelForOptions threads;
+  threads.num_threads = num_threads;
+  threads.spin_micros = num_cores - num_threads >= kSpareCores ? kSpinMicros : 0;
   RankEngineOptions engine_options;
   engine_options.ep_rank = options.ep_rank;
   engine_options.ep_size = options.ep_size;
-  engine_options.backend = *std::move(backend);
+  if (options.device != nullptr) {
+    threads.spin_micros = 0;  // they pack weights; then they have nothing to do
+    engine_options.backend = NewCudaRankBackend(options.device, threads);
+    if (absl::Status status = OpenNccl(); !status.ok()) return status;
+  } else {
+    CpuRankBackendOptions backend_options;
+    backend_options.isa = options.isa.value_or(SupportedCpuIsas().back());
+    backend_options.threads = threads;
+    backend_options.allocator = std::make_shared<HostBufferPool>();
+    absl::StatusOr<std::unique_ptr<RankBackend>> backend = NewCpuRankBackend(backend_options);
+    if (!backend.ok()) return backend.status();
+    engine_options.backend = *std::move(backend);
+  }
   engine = std::make_unique<RankEngine>(std::move(engine_options));
   return absl::OkStatus();
+}
+
+absl::Status ExpertServer::Impl::OpenNccl() {
+  if (options.ep_size == 1) return absl::OkStatus();
+  absl::StatusOr<std::shared_ptr<NcclFunctions>> nccl = OpenNcclOfThisBuild(options.nccl_library);
+  if (!nccl.ok()) {
+    return absl::Status(nccl.status().code(),
+                        absl::StrCat("--nccl_library: ", nccl.status().message()));
+  }
+  LogInfo("ranks exchange rows by NCCL", {{"library", (*nccl)->Describe()}});
+  rank_options.nccl.functions = *std::move(nccl);
+  rank_options.nccl.device_index = options.device->index();
+  rank_options.nccl.on_stuck_abort = [](const absl::Status& status) {
+    LogError("the GPU may write into any buffer for ever: this process ends",
+             {{"why", status.message()}});
+    std::_Exit(1);
+  };
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int64_t> ExpertServer::Impl::Available() const {
+  const std::optional<int64_t> on_device = engine->backend().device_free_bytes();
+  if (on_device.has_value()) return *on_device;
+  return AvailableMemoryBytes();
 }
 
 absl::StatusOr<int64_t> ExpertServer::Impl::Plan(const std::vector<ServedModel>& models) {
@@ -101,7 +138,7 @@ absl::StatusOr<int64_t> ExpertServer::Impl::Plan(const std::vector<ServedModel>&
 absl::Status ExpertServer::Impl::LoadExperts(const std::vector<ServedModel>& models) {
   const absl::StatusOr<int64_t> need = Plan(models);
   if (!need.ok()) return need.status();
-  const absl::StatusOr<int64_t> available = AvailableMemoryBytes();
+  const absl::StatusOr<int64_t> available = Available();
   if (!available.ok()) return available.status();
   if (absl::Status status = CheckMemoryNeed(*need, *available); !status.ok()) return status;
   LoadReporter reporter(
@@ -150,7 +187,7 @@ absl::Status ExpertServer::Load() {
   ExpertRankOptions rank_options = std::move(impl_->rank_options);
   rank_options.link = impl_->link;
   rank_options.engine = impl_->engine.get();
-  rank_options.allocator = impl_->allocator;
+  rank_options.allocator = impl_->engine->backend().host_allocator();
   rank_options.bind_address = options.bind_address;
   rank_options.advertise_address = options.advertise_address;
   rank_options.join_timeout = options.join_timeout;
@@ -160,6 +197,7 @@ absl::Status ExpertServer::Load() {
   LogInfo("loaded", {{"ep_rank", options.ep_rank},
                      {"ep_size", options.ep_size},
                      {"bytes", impl_->engine->weight_bytes()},
+                     {"device", impl_->engine->backend().device_name()},
                      {"isa", impl_->engine->backend().instruction_set()}});
   return absl::OkStatus();
 }

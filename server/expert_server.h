@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "kernels/cpu/cpu_kernels.h"
+#include "kernels/cuda/cuda_device.h"
 #include "server/rpc/tls_credentials.h"
 
 namespace expertmesh {
@@ -27,6 +28,10 @@ struct ExpertServerOptions {
   absl::Duration join_timeout = absl::Seconds(60);
   int num_threads = 0;  // 0: one for each core
   std::optional<CpuIsa> isa;
+  // The GPU that computes instead of the CPU; then ranks exchange rows by NCCL, whose library is
+  // this file (empty: as OpenNcclLibrary).
+  std::shared_ptr<CudaDevice> device;
+  std::string nccl_library;
   bool progress_on_terminal = false;
   TlsFiles tls;
 };

@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <exception>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -40,6 +41,11 @@ ABSL_FLAG(absl::Duration, join_timeout, absl::Seconds(60),
           "For how long the control plane may not answer before this process gives up.");
 ABSL_FLAG(int, threads, 0, "Threads of this rank; 0: one for each core.");
 ABSL_FLAG(std::string, isa, "auto", "CPU kernels: auto, portable, avx2, avx512_bf16.");
+ABSL_FLAG(std::string, device, "cpu",
+          "What computes: cpu, or cuda:N for the N-th GPU that this process sees.");
+ABSL_FLAG(std::string, nccl_library, "",
+          "With --device=cuda:N and several ranks: the file of NCCL's library. Empty: libnccl.so.2 "
+          "where the loader finds it, else where deploy/install_deps.sh puts it.");
 ABSL_FLAG(
     std::string, tls_cert, "",
     "PEM file: this rank's certificate chain. With --tls_key and --tls_ca. All three are read "
@@ -107,6 +113,7 @@ absl::StatusOr<ExpertServerOptions> ReadFlags() {
   const absl::StatusOr<std::optional<CpuIsa>> isa = ParseIsaFlag(absl::GetFlag(FLAGS_isa));
   if (!isa.ok()) return isa.status();
   options.isa = *isa;
+  options.nccl_library = absl::GetFlag(FLAGS_nccl_library);
   options.progress_on_terminal =
       isatty(STDERR_FILENO) != 0 && absl::GetFlag(FLAGS_log_format) == "text";
   options.tls = {absl::GetFlag(FLAGS_tls_cert), absl::GetFlag(FLAGS_tls_key),
@@ -144,6 +151,15 @@ int Run(const std::vector<std::string>& args) {
   if (!level.ok()) return UsageError(level.status());
   absl::StatusOr<ExpertServerOptions> options = ReadFlags();
   if (!options.ok()) return UsageError(options.status());
+
+  absl::StatusOr<std::shared_ptr<CudaDevice>> device = OpenDeviceFlag(absl::GetFlag(FLAGS_device));
+  if (!device.ok()) {
+    if (absl::IsInvalidArgument(device.status())) return UsageError(device.status());
+    std::fprintf(stderr, "expertmesh-expert-server: %s\n",
+                 std::string(device.status().message()).c_str());
+    return kExitFailure;
+  }
+  options->device = *std::move(device);
 
   InitLogging({*level, *format});
   ExpertServer server(*std::move(options));

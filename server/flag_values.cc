@@ -4,8 +4,10 @@
 #include <sstream>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "server/cuda_support.h"
 #include "server/ops/listen_address.h"
 
 namespace expertmesh {
@@ -52,6 +54,21 @@ absl::StatusOr<std::optional<CpuIsa>> ParseIsaFlag(const std::string& name) {
     absl::StrAppend(&known, ", ", CpuIsaName(isa));
   }
   return absl::InvalidArgumentError(absl::StrCat("--isa is '", name, "'; known: ", known));
+}
+
+absl::StatusOr<std::shared_ptr<CudaDevice>> OpenDeviceFlag(const std::string& value) {
+  if (value == "cpu") return nullptr;
+  constexpr absl::string_view kCuda = "cuda:";
+  int32_t index = -1;
+  if (!absl::StartsWith(value, kCuda) ||
+      !absl::SimpleAtoi(absl::string_view(value).substr(kCuda.size()), &index) || index < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--device is '", value, "'; known: cpu, cuda:0, cuda:1, ..."));
+  }
+  absl::StatusOr<std::shared_ptr<CudaDevice>> device = OpenCudaOfThisBuild(index);
+  if (device.ok()) return device;
+  return absl::Status(device.status().code(),
+                      absl::StrCat("--device=", value, ": ", device.status().message()));
 }
 
 absl::Status CheckPositive(const char* flag, int64_t value) {

@@ -2,6 +2,7 @@
 #define EXPERTMESH_SERVER_FLAG_VALUES_H_
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -11,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "kernels/cpu/cpu_kernels.h"
+#include "kernels/cuda/cuda_device.h"
 #include "server/rpc/tls_credentials.h"
 #include "server/rpc/tls_files.h"
 
@@ -23,6 +25,9 @@ namespace expertmesh {
 absl::StatusOr<TlsTexts> ReadTlsFlags(const TlsFiles& files);
 // nullopt for "auto".
 absl::StatusOr<std::optional<CpuIsa>> ParseIsaFlag(const std::string& name);
+// The GPU of "cuda:N", open: FAILED_PRECONDITION "--device=cuda:0: <why>" when it is not to be had.
+// Null for "cpu".
+absl::StatusOr<std::shared_ptr<CudaDevice>> OpenDeviceFlag(const std::string& value);
 absl::Status CheckPositive(const char* flag, int64_t value);
 absl::Status CheckPositive(const char* flag, absl::Duration value);
 absl::Status CheckNotNegative(const char* flag, absl::Duration value);

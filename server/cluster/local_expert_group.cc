@@ -77,6 +77,7 @@ absl::StatusOr<std::unique_ptr<LocalExpertGroup>> LocalExpertGroup::Create(
 }
 
 absl::Status LocalExpertGroup::CreateRanks() {
+  if (options_.device != nullptr) options_.allocator = options_.device->pinned_allocator();
   if (options_.allocator == nullptr) options_.allocator = std::make_shared<HostBufferPool>();
   if (!options_.place) {
     options_.place = [](const ModelSpec&, const LayerSpec& layer, int32_t ep_size) {
@@ -91,14 +92,12 @@ absl::Status LocalExpertGroup::CreateRanks() {
   if (!direct.ok()) return direct.status();
   direct_ = *std::move(direct);
 
-  CpuRankBackendOptions backend_options;
-  backend_options.isa = isa_;
-  backend_options.threads.num_threads = threads_per_rank_;
-  backend_options.threads.spin_micros =
+  ParallelForOptions threads;
+  threads.num_threads = threads_per_rank_;
+  threads.spin_micros =
       num_cores - threads_per_rank_ * options_.num_ranks >= kSpareCores ? kSpinMicros : 0;
-  backend_options.allocator = options_.allocator;
   for (int32_t rank = 0; rank < options_.num_ranks; ++rank) {
-    absl::StatusOr<std::unique_ptr<RankBackend>> backend = NewCpuRankBackend(backend_options);
+    absl::StatusOr<std::unique_ptr<RankBackend>> backend = NewBackend(threads);
     if (!backend.ok()) return backend.status();
     RankEngineOptions engine_options;
     engine_options.ep_rank = rank;
@@ -111,7 +110,29 @@ absl::Status LocalExpertGroup::CreateRanks() {
   return absl::OkStatus();
 }
 
-std::string LocalExpertGroup::instruction_set() const { return CpuIsaName(isa_); }
+absl::StatusOr<std::unique_ptr<RankBackend>> LocalExpertGroup::NewBackend(
+    const ParallelForOptions& threads) const {
+  if (options_.device != nullptr) {
+    ParallelForOptions load_threads = threads;
+    load_threads.spin_micros = 0;  // they pack weights; then they have nothing to do
+    return NewCudaRankBackend(options_.device, load_threads);
+  }
+  CpuRankBackendOptions backend_options;
+  backend_options.isa = isa_;
+  backend_options.threads = threads;
+  backend_options.allocator = options_.allocator;
+  return NewCpuRankBackend(backend_options);
+}
+
+std::string LocalExpertGroup::instruction_set() const {
+  return engines_.front()->backend().instruction_set();
+}
+
+absl::StatusOr<int64_t> LocalExpertGroup::AvailableBytes() const {
+  const std::optional<int64_t> on_device = engines_.front()->backend().device_free_bytes();
+  if (on_device.has_value()) return *on_device;
+  return AvailableMemoryBytes();
+}
 
 absl::Status LocalExpertGroup::PlaceLayers(absl::Span<const WeightSource* const> sources) {
   for (const WeightSource* source : sources) {
@@ -161,7 +182,7 @@ absl::Status LocalExpertGroup::Load(absl::Span<const WeightSource* const> source
     done.total_bytes = *sum;
   }
   if (!available_bytes) {
-    absl::StatusOr<int64_t> available = AvailableMemoryBytes();
+    absl::StatusOr<int64_t> available = AvailableBytes();
     if (!available.ok()) return available.status();
     available_bytes = *available;
   }
@@ -206,7 +227,8 @@ absl::Status LocalExpertGroup::Load(absl::Span<const WeightSource* const> source
 
 void LocalExpertGroup::FormEpoch() {
   const uint64_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
-  std::vector<std::unique_ptr<Communicator>> communicators = NewInProcessCommunicators(ep_size());
+  std::vector<std::unique_ptr<Communicator>> communicators =
+      NewInProcessCommunicators(ep_size(), engines_.front()->backend().copy_bytes());
   for (size_t rank = 0; rank < engines_.size(); ++rank) {
     engines_[rank]->EnterEpoch(incarnation_, epoch, std::move(communicators[rank]));
   }

@@ -17,6 +17,7 @@
 #include "absl/types/span.h"
 #include "kernels/base/buffer.h"
 #include "kernels/cpu/cpu_kernels.h"
+#include "kernels/cuda/cuda_device.h"
 #include "kernels/expert_kernels.h"
 #include "server/cluster/direct_step.h"
 #include "server/cluster/expert_group.h"
@@ -37,6 +38,8 @@ struct LocalExpertGroupOptions {
   // Threads of all ranks together; 0: one per core. Each rank gets num_threads / num_ranks, at
   // least one.
   int num_threads = 0;
+  // The GPU that all ranks compute on instead of the CPU; its pinned memory is their host memory.
+  std::shared_ptr<CudaDevice> device;
   std::shared_ptr<Allocator> allocator;  // host memory; default: a HostBufferPool of its own
   ActivationFormat format = ActivationFormat::kContiguous;
   // Default: Placement::Contiguous.
@@ -62,9 +65,12 @@ class LocalExpertGroup : public ExpertGroup {
   // Packed bytes of these models' experts on each rank, [ep_size].
   absl::StatusOr<std::vector<int64_t>> NeedBytes(absl::Span<const WeightSource* const> sources);
 
+  // What there is for them, on the host or on the device.
+  absl::StatusOr<int64_t> AvailableBytes() const;
+
   // Loads every layer of every model, all ranks side by side, then forms epoch 1. Once; blocking.
   // RESOURCE_EXHAUSTED, before anything is read, when `available_bytes` (default:
-  // AvailableMemoryBytes()) is less than the need. `progress` is called by one thread at a time.
+  // AvailableBytes()) is less than the need. `progress` is called by one thread at a time.
   // The sources are not needed afterwards.
   absl::Status Load(absl::Span<const WeightSource* const> sources,
                     const std::function<void(const LoadProgress&)>& progress = nullptr,
@@ -87,12 +93,14 @@ class LocalExpertGroup : public ExpertGroup {
   const std::vector<int64_t>& weight_bytes() const { return weight_bytes_; }
 
   std::string instruction_set() const override;
+  std::string device_name() const { return engines_.front()->backend().device_name(); }
   int threads_per_rank() const { return threads_per_rank_; }
 
  private:
   explicit LocalExpertGroup(LocalExpertGroupOptions options);
 
   absl::Status CreateRanks();
+  absl::StatusOr<std::unique_ptr<RankBackend>> NewBackend(const ParallelForOptions& threads) const;
   absl::Status PlaceLayers(absl::Span<const WeightSource* const> sources);
   void FormEpoch();
   absl::StatusOr<GroupStepResult> RunOnRanks(GroupStep step, bool on_caller, absl::Time deadline);

@@ -73,6 +73,8 @@ struct ExpertRank::Impl {
   }
 
   v1::JoinRequest MakeJoinRequest() const;
+  // Of the process, or what it holds on a GPU.
+  int64_t MemoryUsedBytes() const;
   absl::StatusOr<v1::JoinResponse> Join();
   // Blocks until the session has ended, for whatever reason. RESOURCE_EXHAUSTED when it could not
   // begin.
@@ -143,6 +145,11 @@ bool ExpertRank::Impl::Wait(absl::Duration duration) {
   return !stopped;
 }
 
+int64_t ExpertRank::Impl::MemoryUsedBytes() const {
+  return options.engine->backend().device_free_bytes().has_value() ? options.engine->weight_bytes()
+                                                                   : ResidentMemoryBytes();
+}
+
 v1::JoinRequest ExpertRank::Impl::MakeJoinRequest() const {
   v1::JoinRequest request;
   request.set_protocol_version(kRankProtocolVersion);
@@ -152,10 +159,11 @@ v1::JoinRequest ExpertRank::Impl::MakeJoinRequest() const {
   request.set_comm_address(options.advertise_address.empty() ? options.bind_address
                                                              : options.advertise_address);
   request.set_instruction_set(options.engine->backend().instruction_set());
-  request.set_device("cpu");
+  request.set_device(options.engine->backend().device_name());
   request.set_weight_bytes(options.engine->weight_bytes());
-  const int64_t free_bytes = AvailableMemoryBytes().value_or(0);
-  request.set_memory_limit_bytes(free_bytes == 0 ? 0 : free_bytes + ResidentMemoryBytes());
+  const std::optional<int64_t> device_bytes = options.engine->backend().device_free_bytes();
+  const int64_t free_bytes = device_bytes.value_or(AvailableMemoryBytes().value_or(0));
+  request.set_memory_limit_bytes(free_bytes == 0 ? 0 : free_bytes + MemoryUsedBytes());
   for (const ModelManifest& manifest : options.models) {
     v1::ModelManifest& model = *request.add_models();
     model.set_model(manifest.model);
@@ -298,7 +306,7 @@ void ExpertRank::Impl::SendHeartbeats(const v1::JoinResponse& membership) {
     request.set_state(state);
     request.set_epoch(epoch);
     request.set_step(step);
-    request.set_memory_used_bytes(ResidentMemoryBytes());
+    request.set_memory_used_bytes(MemoryUsedBytes());
     v1::HeartbeatResponse response;
     const grpc::Status status = own_stub->Heartbeat(&context, request, &response);
     lock.lock();
@@ -372,10 +380,10 @@ void ExpertRank::Impl::Obey(const v1::RunStepsResponse& command,
 
 absl::StatusOr<std::unique_ptr<Communicator>> ExpertRank::Impl::Connect(
     const v1::EpochBegin& begin) {
-  const RankEngine& engine = *options.engine;
+  RankEngine& engine = *options.engine;
   const bool has_device = options.nccl.functions != nullptr;
   if (engine.ep_size() == 1 && !has_device) {
-    return std::move(NewInProcessCommunicators(1).front());
+    return std::move(NewInProcessCommunicators(1, engine.backend().copy_bytes()).front());
   }
   auto own_store =
       std::make_shared<GrpcRendezvousStore>(stub.get(), begin.incarnation(), begin.epoch());

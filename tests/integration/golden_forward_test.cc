@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "tests/golden/golden_fixture.h"
+#include "tests/integration/golden_server.h"
 #include "tests/integration/server_under_test.h"
 
 namespace expertmesh {
@@ -34,9 +35,9 @@ class GoldenForwardTest : public testing::TestWithParam<std::tuple<std::string, 
  protected:
   void SetUp() override {
     fixture_ = LoadGoldenFixture(std::get<0>(GetParam()));
-    ServerUnderTest::Options options;
+    ServerUnderTest::Options options = GoldenServer();
     options.checkpoint = fixture_.path;
-    options.args = {absl::StrCat("--local_ranks=", std::get<1>(GetParam()))};
+    options.args.push_back(absl::StrCat("--local_ranks=", std::get<1>(GetParam())));
     server_ = ServerUnderTest::Start(options);
     ASSERT_NE(server_, nullptr);
   }

@@ -125,7 +125,7 @@ std::string ServerUnderTest::address() const { return absl::StrCat("127.0.0.1:",
 
 std::unique_ptr<ServerUnderTest> ServerUnderTest::Start(const Options& options) {
   ServerProcess::Options process;
-  process.path = SiblingBinary("expertmesh-control-plane");
+  process.path = SiblingBinary(options.program);
   process.args = {absl::StrCat("--checkpoint=", options.checkpoint), "--listen=127.0.0.1:0",
                   "--metrics_listen=127.0.0.1:0"};
   process.args.insert(process.args.end(), options.args.begin(), options.args.end());

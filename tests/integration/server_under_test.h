@@ -50,6 +50,7 @@ class PendingForward {
 class ServerUnderTest {
  public:
   struct Options {
+    std::string program = "expertmesh-control-plane";
     std::string checkpoint;
     std::vector<std::string> args;  // besides checkpoint, listen, metrics_listen
     std::vector<std::string> environment;

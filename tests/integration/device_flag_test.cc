@@ -1,0 +1,70 @@
+// --device where there is no GPU.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "tests/integration/process.h"
+
+namespace expertmesh {
+namespace {
+
+constexpr char kCheckpoint[] = "--checkpoint=tests/golden/qwen3_moe_bfloat16";
+
+struct Program {
+  std::string name;
+  std::vector<std::string> args;
+};
+
+class DeviceFlagTest : public testing::TestWithParam<Program> {
+ protected:
+  FinishedProcess Run(const std::string& device) {
+    std::vector<std::string> args = GetParam().args;
+    args.push_back(kCheckpoint);
+    args.push_back("--device=" + device);
+    // Whatever GPUs the machine has, the program sees none.
+    return RunToEnd({.path = SiblingBinary(GetParam().name),
+                     .args = std::move(args),
+                     .environment = {"CUDA_VISIBLE_DEVICES="}});
+  }
+};
+
+TEST_P(DeviceFlagTest, WithoutAGpuOneLineSaysSo) {
+  const FinishedProcess finished = Run("cuda:0");
+  EXPECT_EQ(finished.exit_code, 1);
+  EXPECT_THAT(
+      finished.err,
+      testing::MatchesRegex(GetParam().name + ": --device=cuda:0: (this build has no CUDA|no GPU: "
+                                              "cudaGetDeviceCount: [^\n]+)\n"));
+}
+
+TEST_P(DeviceFlagTest, WhatIsNoDeviceIsRefused) {
+  for (const char* const device : {"gpu", "cuda", "cuda:", "cuda:x", "cuda:-1", "cuda:0:1", ""}) {
+    const FinishedProcess finished = Run(device);
+    EXPECT_EQ(finished.exit_code, 2);
+    EXPECT_THAT(finished.err, testing::HasSubstr("--device is '" + std::string(device) +
+                                                 "'; known: cpu, cuda:0, cuda:1, ..."));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Programs, DeviceFlagTest,
+    testing::Values(Program{"expertmesh-control-plane", {"--listen=127.0.0.1:0"}},
+                    Program{"expertmesh-expert-server",
+                            {"--control_plane=127.0.0.1:1", "--ep_rank=0", "--ep_size=1"}}),
+    [](const auto& test) {
+      return test.param.name == "expertmesh-control-plane" ? "ControlPlane" : "ExpertServer";
+    });
+
+TEST(DeviceOfRemoteRanksTest, IsTheirs) {
+  const FinishedProcess finished = RunToEnd(
+      {.path = SiblingBinary("expertmesh-control-plane"),
+       .args = {kCheckpoint, "--ep_size=2", "--rank_listen=127.0.0.1:0", "--device=cuda:0"}});
+  EXPECT_EQ(finished.exit_code, 2);
+  EXPECT_THAT(finished.err, testing::HasSubstr("--device is of --local_ranks"));
+}
+
+}  // namespace
+}  // namespace expertmesh
