@@ -88,8 +88,8 @@ TEST(BenchProcessTest, AServerThatIsKilledInTheMiddle) {
   const json result = json::parse(bench->Stdout());
   EXPECT_GT(result["calls_ok"], 0);
   EXPECT_GT(result["errors"]["UNAVAILABLE"], 0) << result;
-  // 8 slots that pause 20 ms, 40 ms, ... 1 s fail at most 8 times each in two seconds.
-  EXPECT_LE(result["errors"]["UNAVAILABLE"], 8 * 8) << result;
+  // 8 slots that pause 20 ms, 40 ms, ... 1 s fail 7 times each in two seconds, not thousands.
+  EXPECT_LE(result["errors"]["UNAVAILABLE"], 8 * 20) << result;
   EXPECT_EQ(result["verified"], nullptr);
   EXPECT_THAT(bench->Stderr(), HasSubstr("is the server up"));
 }
@@ -100,10 +100,12 @@ TEST(BenchProcessTest, AServerThatIsStoppedInTheMiddleIsUnavailableAndNothingEls
     SCOPED_TRACE(round);
     const auto server = ServerUnderTest::Start({.checkpoint = kFixture});
     ASSERT_NE(server, nullptr);
-    const auto bench = StartBench(*server, {"--json", "--warmup=0s", "--duration=500ms",
-                                            "--timeout=30s", "--max_attempts=1"});
+    const auto bench = StartBench(
+        *server, {"--json", "--warmup=0s", "--duration=1h", "--timeout=30s", "--max_attempts=1"});
     ASSERT_TRUE(AwaitAnswers(server.get(), 20));
     ASSERT_TRUE(server->process().Terminate().ok());
+    ASSERT_TRUE(server->process().Wait(kPatience).ok());
+    ASSERT_TRUE(bench->Signal(SIGINT).ok());
     EXPECT_NE(ExitCode(bench.get()), -1000);
     const json result = json::parse(bench->Stdout());
     for (const auto& [code, count] : result["errors"].items()) {
@@ -116,9 +118,10 @@ TEST(BenchProcessTest, SaysWhatItWaitsForAfterItsTime) {
   const auto server = ServerUnderTest::Start({.checkpoint = kFixture});
   ASSERT_NE(server, nullptr);
   const auto bench =
-      StartBench(*server, {"--warmup=0s", "--duration=3s", "--timeout=30s", "--max_attempts=1"});
+      StartBench(*server, {"--warmup=0s", "--duration=1h", "--timeout=30s", "--max_attempts=1"});
   ASSERT_TRUE(AwaitAnswers(server.get(), 20));
   ASSERT_TRUE(server->process().Signal(SIGSTOP).ok());
+  ASSERT_TRUE(bench->Signal(SIGINT).ok());
   EXPECT_TRUE(bench
                   ->WaitForLine("waiting for 8 calls in flight, the oldest for .* s \\(they end "
                                 "within --timeout=30s\\)",

@@ -1,6 +1,7 @@
 // The command line client as a person runs it, against the real server.
 
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <stdlib.h>
 
 #include <filesystem>
@@ -163,6 +164,24 @@ TEST_F(CliTest, StatusIsForOperatorsAndTellsOfEveryRank) {
   const FinishedProcess text = Cli({"status", target_});
   EXPECT_TRUE(Has(text.out, "tiny: ready")) << text.out;
   EXPECT_TRUE(Has(text.out, "calls         1 answered, 0 failed")) << text.out;
+}
+
+TEST_F(CliTest, AWatchSeparatesItsFramesAndOutlivesTheServer) {
+  server_ = ServerUnderTest::Start({.checkpoint = checkpoint_, .args = {"--allow_admin"}});
+  ASSERT_NE(server_, nullptr);
+  auto watch = ServerProcess::Start({.path = SiblingBinary("expertmesh"),
+                                     .args = {"status", "--watch=50ms", "--max_attempts=1",
+                                              absl::StrCat("--target=", server_->address())}});
+  ASSERT_TRUE(watch.ok()) << watch.status();
+  ASSERT_TRUE((*watch)->WaitForLine("^tiny: ready$", absl::Minutes(1)).ok());
+  server_.reset();
+  ASSERT_TRUE((*watch)->WaitForLine("^UNAVAILABLE: ", absl::Minutes(1)).ok());
+  ASSERT_TRUE((*watch)->Terminate().ok()) << "it ended";
+  EXPECT_EQ((*watch)->Wait(absl::Minutes(1)).value_or(0), -SIGTERM);
+  const std::string out = (*watch)->Stdout();
+  EXPECT_EQ(out.substr(0, 5), "---- ");
+  EXPECT_TRUE(Has(out, "\n\n---- ")) << out;
+  EXPECT_FALSE(Has(out, "\033")) << "no terminal";
 }
 
 TEST_F(CliTest, ErrorsReadLikeAdvice) {
