@@ -38,7 +38,7 @@ struct FfnLaunch {
   std::vector<int64_t> expert_offsets;
   std::vector<int32_t> expert_num_tokens;
   CudaGroupedGemmParams gate_up;
-  CudaGatedActivationParams activation;
+  CudaGatedActivationParams activation;  // unless gate_up goes through it itself
   CudaGroupedGemmParams down;
   CudaAddExpertBiasParams down_bias;          // .bias null: none
   std::shared_ptr<CudaUpload> layout_upload;  // null: no kernel asks for a row's expert
@@ -52,9 +52,11 @@ absl::Status Run(const FfnLaunch& launch, cudaStream_t stream, int32_t device_in
   absl::Status status = CudaStatus(LaunchGroupedGemm(launch.gate_up, stream),
                                    "LaunchGroupedGemm of w13", device_index);
   if (!status.ok()) return status;
-  status = CudaStatus(LaunchGatedActivation(launch.activation, stream), "LaunchGatedActivation",
-                      device_index);
-  if (!status.ok()) return status;
+  if (!launch.gate_up.fuse_silu_mul) {
+    status = CudaStatus(LaunchGatedActivation(launch.activation, stream), "LaunchGatedActivation",
+                        device_index);
+    if (!status.ok()) return status;
+  }
   status =
       CudaStatus(LaunchGroupedGemm(launch.down, stream), "LaunchGroupedGemm of w2", device_index);
   if (!status.ok() || launch.down_bias.bias == nullptr) return status;
@@ -148,13 +150,15 @@ absl::StatusOr<std::unique_ptr<FfnLaunch>> CudaExpertKernels::Plan(
   gate_up.weight_dtype = shape_.weight_dtype;
   gate_up.n = 2 * shape_.intermediate_size;
   gate_up.k = shape_.hidden_size;
-  gate_up.output_dtype = DType::kFloat32;
+  gate_up.fuse_silu_mul = weights_->is_activation_fused();
 
   if (absl::Status status = PlanMemory(params, num_rows, *launch); !status.ok()) return status;
   if (absl::Status status = PlanLayout(params, num_rows, *launch); !status.ok()) return status;
 
   launch->down = gate_up;
-  launch->down.rows = launch->activation.output;
+  launch->down.fuse_silu_mul = false;
+  launch->down.rows = gate_up.fuse_silu_mul ? gate_up.output : launch->activation.output;
+  launch->down.output_dtype = DType::kFloat32;
   launch->down.weights = weights_->w2();
   launch->down.n = shape_.hidden_size;
   launch->down.k = shape_.intermediate_size;
@@ -173,14 +177,16 @@ absl::Status CudaExpertKernels::PlanMemory(const GroupedFfnParams& params, int64
   const int64_t intermediate_bytes =
       num_rows * shape_.intermediate_size * DTypeBytes(params.activation_dtype);
   const int64_t workspace_bytes = GroupedGemmWorkspaceBytes(shape_.num_local_experts);
-  absl::StatusOr<std::byte*> gate_up = params.arena->Allocate(*gate_up_bytes);
+  const bool is_fused = launch.gate_up.fuse_silu_mul;
+  absl::StatusOr<std::byte*> gate_up = params.arena->Allocate(is_fused ? 0 : *gate_up_bytes);
   if (!gate_up.ok()) return gate_up.status();
   absl::StatusOr<std::byte*> intermediate = params.arena->Allocate(intermediate_bytes);
   if (!intermediate.ok()) return intermediate.status();
   absl::StatusOr<std::byte*> workspace =
       params.arena->Allocate(workspace_bytes + kWorkspaceAlignment);
   if (!workspace.ok()) return workspace.status();
-  launch.gate_up.output = *gate_up;
+  launch.gate_up.output = is_fused ? *intermediate : *gate_up;
+  launch.gate_up.output_dtype = is_fused ? params.activation_dtype : DType::kFloat32;
   launch.gate_up.workspace_bytes = workspace_bytes;
   launch.gate_up.workspace = reinterpret_cast<std::byte*>(
       (reinterpret_cast<uintptr_t>(*workspace) + kWorkspaceAlignment - 1) / kWorkspaceAlignment *
@@ -206,7 +212,7 @@ absl::Status CudaExpertKernels::PlanLayout(const GroupedFfnParams& params, int64
   const bool batched = params.format == ActivationFormat::kBatched;
   if (batched) layout.max_rows_per_expert = params.max_rows_per_expert;
   const bool has_bias = weights_->w13_bias() != nullptr || weights_->w2_bias() != nullptr;
-  if (batched || has_bias) {
+  if (has_bias || (batched && !launch.gate_up.fuse_silu_mul)) {
     launch.layout_upload = std::make_shared<CudaUpload>(allocators_);
     CudaUpload& upload = *launch.layout_upload;
     const int64_t at = upload.Reserve(

@@ -13,8 +13,9 @@ namespace expertmesh {
 // ExpertKernels on a GPU: grouped GEMM, activation, grouped GEMM on the step's stream, which must
 // be a CudaStream of the allocators' device. All memory for the weights is allocated here:
 // INVALID_ARGUMENT for the shape, RESOURCE_EXHAUSTED with what is needed and free. LoadExpert reads
-// back what it wrote (DATA_LOSS). Intermediate rows take 2 * intermediate_size float32 values and
-// intermediate_size values of the activation dtype each, from the step's arena.
+// back what it wrote (DATA_LOSS). Intermediate rows take intermediate_size values of the activation
+// dtype each, and 2 * intermediate_size float32 values where the activation is a kernel of its own
+// (all but silu without biases), from the step's arena.
 absl::StatusOr<std::unique_ptr<ExpertKernels>> NewCudaExpertKernels(
     const ExpertLayerShape& shape, const CudaAllocators& allocators,
     std::shared_ptr<CudaStreamPool> streams);

@@ -10,28 +10,32 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/base/checked_math.h"
 #include "kernels/cuda/cuda_status.h"
+#include "kernels/cuda/grouped_gemm.h"
 #include "kernels/cuda/verified_upload.h"
 
 namespace expertmesh {
 namespace {
 
-// Rows [first_row, first_row + num_rows) of a [*, num_columns] matrix, without gaps.
+// A fused product takes that many columns of the gate, then as many of the up.
+constexpr int64_t kFusedColumns = 8;
+
+struct MatrixRow {
+  const WeightMatrix& matrix;
+  int64_t row;
+};
+
 template <class Element>
-void PackRows(const WeightMatrix& matrix, int64_t first_row, int64_t num_rows, int64_t num_columns,
-              std::byte* packed) {
-  const std::byte* const data = static_cast<const std::byte*>(matrix.data);
+void PackRow(const WeightMatrix& matrix, int64_t row, int64_t num_columns, std::byte* packed) {
   constexpr int64_t kBytes = static_cast<int64_t>(sizeof(Element));
-  for (int64_t row = first_row; row < first_row + num_rows; ++row) {
-    const std::byte* const from = data + row * matrix.row_stride * kBytes;
-    if (matrix.col_stride == 1) {
-      std::memcpy(packed, from, static_cast<size_t>(num_columns * kBytes));
-    } else {
-      for (int64_t column = 0; column < num_columns; ++column) {
-        std::memcpy(packed + column * kBytes, from + column * matrix.col_stride * kBytes,
-                    sizeof(Element));
-      }
-    }
-    packed += num_columns * kBytes;
+  const std::byte* const from =
+      static_cast<const std::byte*>(matrix.data) + row * matrix.row_stride * kBytes;
+  if (matrix.col_stride == 1) {
+    std::memcpy(packed, from, static_cast<size_t>(num_columns * kBytes));
+    return;
+  }
+  for (int64_t column = 0; column < num_columns; ++column) {
+    std::memcpy(packed + column * kBytes, from + column * matrix.col_stride * kBytes,
+                sizeof(Element));
   }
 }
 
@@ -79,38 +83,70 @@ absl::StatusOr<std::unique_ptr<CudaExpertWeights>> CudaExpertWeights::Create(
 }
 
 int64_t CudaExpertWeights::size_bytes() const {
-  const std::lock_guard<std::mutex> lock(bias_mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   return w13_.size_bytes() + w2_.size_bytes() + w13_bias_.size_bytes() + w2_bias_.size_bytes();
+}
+
+bool CudaExpertWeights::is_activation_fused() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return is_activation_fused_.value_or(false);
+}
+
+absl::Status CudaExpertWeights::DecideOrder(const ExpertWeights& weights) {
+  const bool has_bias = weights.gate_bias != nullptr || weights.up_bias != nullptr;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!is_activation_fused_.has_value()) {
+    is_activation_fused_ = shape_.activation == Activation::kSiluMul && !has_bias &&
+                           shape_.intermediate_size % kFusedColumns == 0;
+  }
+  if (!*is_activation_fused_ || !has_bias) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      "an expert with a gate or up bias after one without: load one with a bias first");
 }
 
 absl::Status CudaExpertWeights::Load(int32_t local_expert_id, const ExpertWeights& weights) {
   absl::Status status = CheckExpertWeights(local_expert_id, weights, shape_);
+  if (status.ok()) status = DecideOrder(weights);
   if (!status.ok()) return status;
   const int64_t element_bytes = DTypeBytes(shape_.weight_dtype);
   const int64_t matrix_bytes = shape_.hidden_size * shape_.intermediate_size * element_bytes;
   VerifiedUploadParams upload;
   upload.allocators = allocators_;
   upload.streams = streams_.get();
-  const auto load = [&](const WeightMatrix& matrix, int64_t num_rows, int64_t num_columns,
-                        std::byte* to) {
+  // row(r): the matrix and the row of it that comes to stand in row r.
+  const auto load = [&](int64_t num_rows, int64_t num_columns, std::byte* to, auto row) {
     upload.to = to;
     upload.num_rows = num_rows;
     upload.row_bytes = num_columns * element_bytes;
     return UploadVerified(upload, [&](int64_t first_row, int64_t count, std::byte* memory) {
-      if (element_bytes == 2) {
-        PackRows<uint16_t>(matrix, first_row, count, num_columns, memory);
-      } else {
-        PackRows<float>(matrix, first_row, count, num_columns, memory);
+      for (int64_t r = first_row; r < first_row + count; ++r, memory += upload.row_bytes) {
+        const auto [matrix, matrix_row] = row(r);
+        if (element_bytes == 2) {
+          PackRow<uint16_t>(matrix, matrix_row, num_columns, memory);
+        } else {
+          PackRow<float>(matrix, matrix_row, num_columns, memory);
+        }
       }
     });
   };
   const int64_t hidden = shape_.hidden_size;
   const int64_t intermediate = shape_.intermediate_size;
+  const bool is_fused = is_activation_fused();
   std::byte* const w13 = w13_.data() + 2 * local_expert_id * matrix_bytes;
-  status = load(weights.gate, intermediate, hidden, w13);
-  if (status.ok()) status = load(weights.up, intermediate, hidden, w13 + matrix_bytes);
+  status = load(2 * intermediate, hidden, w13, [&](int64_t r) -> MatrixRow {
+    if (!is_fused) {
+      return r < intermediate ? MatrixRow{weights.gate, r}
+                              : MatrixRow{weights.up, r - intermediate};
+    }
+    // The inverse of GateWeightRow and UpWeightRow.
+    const int64_t i = r / 16 * 8 + r % 8;
+    return {r == GateWeightRow(i) ? weights.gate : weights.up, i};
+  });
   if (status.ok()) {
-    status = load(weights.down, hidden, intermediate, w2_.data() + local_expert_id * matrix_bytes);
+    status = load(hidden, intermediate, w2_.data() + local_expert_id * matrix_bytes,
+                  [&](int64_t r) -> MatrixRow {
+                    return {weights.down, r};
+                  });
   }
   const int64_t num_experts = shape_.num_local_experts;
   const int64_t first = 2 * local_expert_id * intermediate;
@@ -135,7 +171,7 @@ absl::Status CudaExpertWeights::LoadBias(const float* bias, int64_t first, int64
   upload.allocators = allocators_;
   upload.streams = streams_.get();
   upload.row_bytes = sizeof(float);
-  const std::lock_guard<std::mutex> lock(bias_mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   if (biases->empty()) {
     absl::StatusOr<Buffer> memory =
         allocators_.device->Allocate(total_count * int64_t{sizeof(float)});

@@ -5,7 +5,8 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <vector>
+#include <optional>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -17,7 +18,9 @@
 namespace expertmesh {
 
 // The experts of one layer in the memory of a GPU, row-major:
-//   w13 [num_local_experts, 2 * intermediate_size, hidden_size]   gate rows, then up rows
+//   w13 [num_local_experts, 2 * intermediate_size, hidden_size]   gate rows, then up rows; or,
+//   where
+//       the activation runs within the product, as GateWeightRow and UpWeightRow say
 //   w2  [num_local_experts, hidden_size, intermediate_size]
 // Different experts may be loaded from different threads.
 class CudaExpertWeights {
@@ -31,10 +34,13 @@ class CudaExpertWeights {
       std::shared_ptr<CudaStreamPool> streams);
 
   // Packs one expert through pinned memory, copies every byte back and compares: DATA_LOSS when it
-  // came out another. Blocking.
+  // came out another. Blocking. The first expert decides on the order of w13: FAILED_PRECONDITION
+  // for a gate or up bias after one that had none, where that makes a difference.
   absl::Status Load(int32_t local_expert_id, const ExpertWeights& weights);
 
   int64_t size_bytes() const;  // on the device, biases included
+  // The product with w13 goes through the activation: silu without biases, whole vectors.
+  bool is_activation_fused() const;
   const std::byte* w13() const { return w13_.data(); }
   const std::byte* w2() const { return w2_.data(); }
   // [num_local_experts, 2 * intermediate_size] and [num_local_experts, hidden_size], zeros where an
@@ -47,6 +53,7 @@ class CudaExpertWeights {
                     std::shared_ptr<CudaStreamPool> streams)
       : shape_(shape), allocators_(allocators), streams_(std::move(streams)) {}
 
+  absl::Status DecideOrder(const ExpertWeights& weights);
   absl::Status LoadBias(const float* bias, int64_t first, int64_t count, int64_t total_count,
                         Buffer* biases);
 
@@ -55,7 +62,8 @@ class CudaExpertWeights {
   const std::shared_ptr<CudaStreamPool> streams_;
   Buffer w13_;
   Buffer w2_;
-  mutable std::mutex bias_mutex_;
+  mutable std::mutex mutex_;  // guards what follows
+  std::optional<bool> is_activation_fused_;
   Buffer w13_bias_;
   Buffer w2_bias_;
 };

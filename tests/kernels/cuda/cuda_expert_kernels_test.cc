@@ -88,6 +88,22 @@ TEST_F(CudaExpertKernelsTest, AWeightThatArrivesAnotherIsFound) {
   EXPECT_TRUE(kernels->LoadExpert(1, layer.Weights(1)).ok());
 }
 
+// Without biases silu runs within the first product, which wants gate and up rows in turns: the
+// order cannot change once an expert lies in it.
+TEST_F(CudaExpertKernelsTest, ABiasAfterAnExpertWithoutOneIsRefused) {
+  const ExpertLayerShape shape = Shape(16, 8);
+  const RandomLayer with_biases(shape, /*with_biases=*/true, 3);
+  const RandomLayer without(shape, /*with_biases=*/false, 3);
+  CudaExpertKernelsDevice device;
+  const auto kernels = device.NewKernels(shape).value();
+  ASSERT_TRUE(kernels->LoadExpert(0, without.Weights(0)).ok());
+  EXPECT_EQ(kernels->LoadExpert(1, with_biases.Weights(1)).code(),
+            absl::StatusCode::kFailedPrecondition);
+  const auto others = device.NewKernels(shape).value();
+  ASSERT_TRUE(others->LoadExpert(0, with_biases.Weights(0)).ok());
+  EXPECT_TRUE(others->LoadExpert(1, without.Weights(1)).ok());
+}
+
 TEST_F(CudaExpertKernelsTest, ALostDeviceEndsLoading) {
   const ExpertLayerShape shape = Shape(64, 64);
   const RandomLayer layer(shape, /*with_biases=*/true, 3);
