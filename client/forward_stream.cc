@@ -71,11 +71,9 @@ class ForwardStream::Reactor final
   bool WaitForRoom(absl::Time deadline) {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto has_room = [this] { return ended_ || HasRoom(); };
-    if (deadline == absl::InfiniteFuture()) {
-      changed_.wait(lock, has_room);
-      return true;
-    }
-    return changed_.wait_until(lock, absl::ToChronoTime(deadline), has_room);
+    // On the steady clock, and a thousand hours, so that no sum overflows.
+    const absl::Duration wait = std::min(deadline - absl::Now(), absl::Hours(1000));
+    return changed_.wait_for(lock, absl::ToChronoNanoseconds(wait), has_room);
   }
 
   void Cancel(uint64_t stream_seq) {

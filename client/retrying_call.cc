@@ -4,6 +4,7 @@
 #include <grpcpp/client_context.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <random>
 #include <utility>
@@ -37,15 +38,20 @@ struct Operation : std::enable_shared_from_this<Operation> {
   std::string method;
   grpc::ByteBuffer request;
   RetryPolicy policy;
-  absl::Time deadline;
+  // On the steady clock: no change of the wall clock ends the retries or prolongs them.
+  std::chrono::steady_clock::time_point deadline;
   RetryingCall::Done done;
   int attempt = 0;
   std::unique_ptr<Attempt> running;
   grpc::Alarm alarm;
 
+  absl::Duration TimeLeft() const {
+    return absl::FromChrono(deadline - std::chrono::steady_clock::now());
+  }
+
   void StartAttempt() {
     running = std::make_unique<Attempt>();
-    running->context.set_deadline(absl::ToChronoTime(deadline));
+    running->context.set_deadline(absl::ToChronoTime(absl::Now() + TimeLeft()));
     stub->UnaryCall(&running->context, method, grpc::StubOptions(), &request, &running->response,
                     [self = shared_from_this()](grpc::Status status) { self->Finished(status); });
   }
@@ -62,8 +68,9 @@ struct Operation : std::enable_shared_from_this<Operation> {
     if (grpc_status.ok()) return Answer(std::move(running->response));
     const absl::Status status = StatusOfAttempt(grpc_status);
     ++attempt;
+    const absl::Time now = absl::Now();
     const std::optional<absl::Duration> backoff =
-        BackoffBeforeRetry(policy, status, attempt, absl::Now(), deadline, RandomUnit());
+        BackoffBeforeRetry(policy, status, attempt, now, now + TimeLeft(), RandomUnit());
     if (!backoff.has_value()) return Answer(status);
     // gRPC 1.51 keeps an alarm's callback after it has run, and the alarm is this object's: a
     // reference left in it would keep both, and the request, for ever.
@@ -104,7 +111,10 @@ void RetryingCall::Start(std::shared_ptr<grpc::GenericStub> stub, std::string me
   operation->method = std::move(method);
   operation->request = std::move(request);
   operation->policy = policy;
-  operation->deadline = deadline;
+  // A thousand hours, so that the sum cannot overflow.
+  operation->deadline =
+      std::chrono::steady_clock::now() +
+      absl::ToChronoNanoseconds(std::min(deadline - absl::Now(), absl::Hours(1000)));
   operation->done = std::move(done);
   operation->StartAttempt();
 }

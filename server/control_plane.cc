@@ -15,6 +15,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "grpcpp/impl/service_type.h"
+#include "kernels/base/steady_now.h"
 #include "server/checkpoints.h"
 #include "server/cluster/memory_need.h"
 #include "server/model/checkpoint_weight_source.h"
@@ -123,7 +124,7 @@ struct ControlPlane::Impl {
     registry.SetRefresh(nullptr);
     registry.SetCollector(nullptr);
     state.StartDraining();
-    CloseRanks(absl::Now());
+    CloseRanks(SteadyNow());
   }
 
   absl::Status MakeGroup();
@@ -150,7 +151,7 @@ struct ControlPlane::Impl {
   v1::GetStatusResponse Status() const;
   void FillRankStatus(bool loaded, v1::GetStatusResponse* response) const;
 
-  const absl::Time start_time = absl::Now();
+  const absl::Time start_time = SteadyNow();
   const ControlPlaneOptions options;
   absl::Notification stop;
   MetricsRegistry registry;
@@ -192,7 +193,7 @@ absl::Status ControlPlane::Impl::MakeGroup() {
   std::vector<const ModelSpec*> specs;
   for (const ServedModel& model : models) specs.push_back(&model.spec);
   absl::StatusOr<std::unique_ptr<RemoteExpertGroup>> made =
-      RemoteExpertGroup::Create(options.ranks, specs, SystemClock());
+      RemoteExpertGroup::Create(options.ranks, specs, SteadyClock());
   if (!made.ok()) return made.status();
   remote_group = *std::move(made);
   group = remote_group.get();
@@ -332,7 +333,7 @@ void ControlPlane::Impl::Serve() {
   StepControllerOptions controller_options = options.controller;
   // A step waits for other processes, and gRPC's threads, on which calls come, must not.
   if (remote_group != nullptr) controller_options.max_inline_micros = -1;
-  controller = std::make_unique<StepController>(controller_options, group, &routers, SystemClock(),
+  controller = std::make_unique<StepController>(controller_options, group, &routers, SteadyClock(),
                                                 &control_metrics);
   registry.SetRefresh([this] { SetControlGauges(controller->Snapshot(), metrics); });
   registry.SetCollector([this] { return GroupMetrics(); });
@@ -377,7 +378,7 @@ void ControlPlane::Impl::StopServing() {
 }
 
 int64_t ControlPlane::Impl::EndCalls(absl::Duration timeout) {
-  const int64_t num_cut_off = controller->Drain(absl::Now() + timeout);
+  const int64_t num_cut_off = controller->Drain(SteadyNow() + timeout);
   if (num_cut_off > 0) {
     LogWarning("calls were cut off: the drain's time was over", {{"calls", num_cut_off}});
   }
@@ -391,7 +392,7 @@ void ControlPlane::Impl::SendAnswersAndShutDown(absl::Time deadline) {
     LogWarning("answers were cut off: their clients do not read them", {{"calls", num_open}});
   }
   server->AwaitSent(deadline);
-  server->Shutdown(absl::Now() + kTimeToSayGoodbye);
+  server->Shutdown(SteadyNow() + kTimeToSayGoodbye);
 }
 
 absl::StatusOr<v1::DrainResponse> ControlPlane::Impl::Drain(absl::Duration timeout) {
@@ -420,7 +421,7 @@ v1::GetStatusResponse ControlPlane::Impl::Status() const {
   response.set_ready(loaded && !draining && group->epoch() != 0);
   response.set_draining(draining);
   response.set_version(EXPERTMESH_VERSION);
-  response.set_uptime_micros(absl::ToInt64Microseconds(absl::Now() - start_time));
+  response.set_uptime_micros(absl::ToInt64Microseconds(SteadyNow() - start_time));
   response.set_model(NamesOf(models));
   response.set_ep_size(group->ep_size());
   if (!loaded) response.set_detail("the experts are being loaded");
@@ -486,7 +487,7 @@ void ControlPlane::Stop() {
   {
     const std::lock_guard<std::mutex> lock(impl_->start_mutex);
     if (!impl_->is_serving) {
-      if (impl_->server != nullptr) impl_->server->Shutdown(absl::Now() + absl::Seconds(1));
+      if (impl_->server != nullptr) impl_->server->Shutdown(SteadyNow() + absl::Seconds(1));
       LogInfo("stopped while loading");
       _exit(0);
     }
@@ -500,10 +501,10 @@ void ControlPlane::WaitForStopAndDrain() {
   LogInfo("draining", {{"timeout", absl::FormatDuration(impl_->options.drain_timeout)},
                        {"delay", absl::FormatDuration(impl_->options.drain_delay)}});
   absl::SleepFor(impl_->options.drain_delay);
-  const absl::Time end = absl::Now() + impl_->options.drain_timeout;
+  const absl::Time end = SteadyNow() + impl_->options.drain_timeout;
   impl_->EndCalls(impl_->options.drain_timeout);
-  impl_->SendAnswersAndShutDown(std::max(end, absl::Now() + kMinTimeToSendAnswers));
-  impl_->CloseRanks(absl::Now() + kTimeToEndRanks);
+  impl_->SendAnswersAndShutDown(std::max(end, SteadyNow() + kMinTimeToSendAnswers));
+  impl_->CloseRanks(SteadyNow() + kTimeToEndRanks);
   LogInfo("stopped");
 }
 

@@ -6,8 +6,8 @@
 #include <condition_variable>
 #include <mutex>
 
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "kernels/base/steady_now.h"
 
 namespace expertmesh {
 
@@ -22,7 +22,7 @@ bool WaitUntil(std::condition_variable& changed, std::unique_lock<std::mutex>& l
     return true;
   }
   // A thousand hours, so that the sum below cannot overflow.
-  const absl::Duration remaining = std::min(deadline - absl::Now(), absl::Hours(1000));
+  const absl::Duration remaining = std::min(deadline - SteadyNow(), absl::Hours(1000));
   return changed.wait_until(
       lock, std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(remaining), ready);
 }

@@ -11,9 +11,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "kernels/base/checked_math.h"
 #include "kernels/base/host_buffer_pool.h"
+#include "kernels/base/steady_now.h"
 #include "server/cluster/memory_need.h"
 #include "server/comm/in_process_communicator.h"
 #include "server/ops/call_error.h"
@@ -232,7 +232,7 @@ void LocalExpertGroup::FormEpoch() {
   for (size_t rank = 0; rank < engines_.size(); ++rank) {
     engines_[rank]->EnterEpoch(incarnation_, epoch, std::move(communicators[rank]));
   }
-  usage_.BeginEpoch(absl::Now());
+  usage_.BeginEpoch(SteadyNow());
   epoch_.store(epoch, std::memory_order_release);
 }
 

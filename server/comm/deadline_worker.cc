@@ -4,8 +4,8 @@
 #include <mutex>
 #include <utility>
 
-#include "absl/time/clock.h"
 #include "kernels/base/host_deadline.h"
+#include "kernels/base/steady_now.h"
 #include "server/ops/start_thread.h"
 
 namespace expertmesh {
@@ -64,7 +64,7 @@ bool DeadlineWorker::Run(std::function<void()> work, absl::Duration timeout) {
   state_->running = true;
   state_->work = std::move(work);
   state_->changed.notify_all();
-  return WaitUntil(state_->changed, lock, absl::Now() + timeout,
+  return WaitUntil(state_->changed, lock, SteadyNow() + timeout,
                    [this] { return !state_->running; });
 }
 

@@ -9,7 +9,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "kernels/base/steady_now.h"
 #include "server/comm/nccl_exchange.h"
 #include "server/comm/nccl_operation.h"
 #include "server/comm/operation_places.h"
@@ -174,7 +174,7 @@ absl::Status WaitForInit(const NcclCommunicatorParams& params, NcclFunctions::Co
       return absl::CancelledError("the epoch was given up");
     }
     if (status = params.control->status(); !status.ok()) return status;
-    if (absl::Now() >= params.deadline) {
+    if (SteadyNow() >= params.deadline) {
       return absl::DeadlineExceededError(
           absl::StrCat("rank ", params.ep_rank, ": NCCL did not connect the ranks in time"));
     }

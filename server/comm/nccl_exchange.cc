@@ -6,7 +6,7 @@
 #include <atomic>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "kernels/base/steady_now.h"
 #include "server/ops/logging.h"
 #include "server/ops/start_thread.h"
 
@@ -460,13 +460,13 @@ void NcclExchange::WaitUntilTornDown() {
 
 bool NcclExchange::EndInPeace() {
   const auto is_over = std::make_shared<std::atomic<bool>>(false);
-  const absl::Time deadline = absl::Now() + kFinalizeTimeout;
+  const absl::Time deadline = SteadyNow() + kFinalizeTimeout;
   const bool returned = worker_->Run(
       [is_over, deadline, functions = params_.functions, comm = params_.comm,
        device_index = params_.device_index] {
         if (!functions->SetDevice(device_index).ok()) return;
         Result result = functions->CommFinalize(comm);
-        while (result == Result::kInProgress && absl::Now() < deadline) {
+        while (result == Result::kInProgress && SteadyNow() < deadline) {
           std::this_thread::sleep_for(kPatientPollInterval);
           if (functions->CommGetAsyncError(comm, &result) != Result::kSuccess) return;
         }

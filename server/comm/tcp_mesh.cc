@@ -19,7 +19,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
-#include "absl/time/clock.h"
+#include "kernels/base/steady_now.h"
 #include "server/comm/socket_address.h"
 #include "server/ops/logging.h"
 
@@ -231,11 +231,11 @@ class MeshConnector {
     absl::Duration longest = full ? kPatienceForHello : absl::Minutes(1);
     if (params_.cancelled != nullptr) longest = std::min(longest, kCancelPollInterval);
     const absl::Duration remaining =
-        std::clamp(params_.deadline - absl::Now(), absl::ZeroDuration(), longest);
+        std::clamp(params_.deadline - SteadyNow(), absl::ZeroDuration(), longest);
     const int num_ready = poll(polled.data(), polled.size(),
                                static_cast<int>(absl::ToInt64Milliseconds(remaining)) + 1);
     if (num_ready < 0 && errno != EINTR) return SocketError("poll", "");
-    if (absl::Now() >= params_.deadline) {
+    if (SteadyNow() >= params_.deadline) {
       return absl::DeadlineExceededError(
           absl::StrCat("no connection with ranks ", absl::StrJoin(Missing(), ", ")));
     }
@@ -265,13 +265,13 @@ class MeshConnector {
           accept4(listener_.get(), from.data(), from.mutable_size(), SOCK_NONBLOCK | SOCK_CLOEXEC));
       if (!incoming.fd.valid()) return;
       incoming.from = from.ToString();
-      incoming.accepted_at = absl::Now();
+      incoming.accepted_at = SteadyNow();
       if (!ReadHello(incoming)) incoming_.push_back(std::move(incoming));
     }
   }
 
   void DropSilent() {
-    const absl::Time too_old = absl::Now() - kPatienceForHello;
+    const absl::Time too_old = SteadyNow() - kPatienceForHello;
     while (!incoming_.empty() && incoming_.front().accepted_at <= too_old) {
       Refuse(incoming_.front(), "it says nothing, and others wait");
       incoming_.erase(incoming_.begin());

@@ -2,14 +2,14 @@
 
 #include <algorithm>
 
-#include "absl/time/clock.h"
+#include "kernels/base/steady_now.h"
 
 namespace expertmesh {
 namespace {
 
-class SystemClockImpl : public Clock {
+class SteadyClockImpl : public Clock {
  public:
-  absl::Time Now() const override { return absl::Now(); }
+  absl::Time Now() const override { return SteadyNow(); }
 
   void WaitUntil(std::condition_variable& cv, std::unique_lock<std::mutex>& lock,
                  absl::Time deadline) override {
@@ -17,16 +17,16 @@ class SystemClockImpl : public Clock {
       cv.wait(lock);
       return;
     }
-    // Waits on the steady clock, in parts, so that a jump of the system's time is noticed.
-    const absl::Duration wait = std::min(deadline - absl::Now(), absl::Seconds(10));
+    // In parts, so that no sum overflows.
+    const absl::Duration wait = std::min(deadline - Now(), absl::Hours(1000));
     if (wait > absl::ZeroDuration()) cv.wait_for(lock, absl::ToChronoNanoseconds(wait));
   }
 };
 
 }  // namespace
 
-Clock* SystemClock() {
-  static Clock* const clock = new SystemClockImpl;
+Clock* SteadyClock() {
+  static Clock* const clock = new SteadyClockImpl;
   return clock;
 }
 

@@ -19,8 +19,8 @@ class Clock {
                          absl::Time deadline) = 0;
 };
 
-// The system's time. Never destroyed.
-Clock* SystemClock();
+// SteadyNow's time. Never destroyed.
+Clock* SteadyClock();
 
 }  // namespace expertmesh
 

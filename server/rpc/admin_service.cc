@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "expertmesh/v1/admin.grpc.pb.h"
 #include "grpcpp/server_context.h"
+#include "kernels/base/steady_now.h"
 #include "server/ops/call_error.h"
 #include "server/ops/start_thread.h"
 #include "server/rpc/status_mapping.h"
@@ -26,7 +26,7 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
   grpc::ServerUnaryReactor* GetStatus(grpc::CallbackServerContext* context,
                                       const v1::GetStatusRequest*,
                                       v1::GetStatusResponse* response) override {
-    const absl::Time arrival = absl::Now();
+    const absl::Time arrival = SteadyNow();
     *response = options_.status();
     grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
     Answer(reactor, CallMethod::kGetStatus, absl::OkStatus(), arrival);
@@ -36,7 +36,7 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
   grpc::ServerUnaryReactor* Drain(grpc::CallbackServerContext* context,
                                   const v1::DrainRequest* request,
                                   v1::DrainResponse* response) override {
-    const absl::Time arrival = absl::Now();
+    const absl::Time arrival = SteadyNow();
     grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
     if (request->timeout_micros() < 0) {
       Answer(reactor, CallMethod::kDrain,
@@ -83,7 +83,7 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
   void Answer(grpc::ServerUnaryReactor* reactor, CallMethod method, const absl::Status& status,
               absl::Time arrival) const {
     options_.metrics->CountCall(method, status.code(),
-                                absl::ToDoubleSeconds(absl::Now() - arrival));
+                                absl::ToDoubleSeconds(SteadyNow() - arrival));
     reactor->Finish(ToGrpcStatus(status));
   }
 
@@ -138,7 +138,7 @@ void FillUsage(const GroupUsage& usage, v1::GetStatusResponse* response) {
   const std::vector<RankUsage> ranks = usage.Snapshot();
   response->set_load_imbalance(LoadImbalance(ranks));
   if (response->epoch() != 0) {
-    response->set_epoch_age_micros(absl::ToInt64Microseconds(absl::Now() - usage.epoch_formed()));
+    response->set_epoch_age_micros(absl::ToInt64Microseconds(SteadyNow() - usage.epoch_formed()));
   }
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     v1::RankStatus* out = response->mutable_ranks(static_cast<int>(rank));

@@ -10,10 +10,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "expertmesh/v1/rank.grpc.pb.h"
 #include "grpcpp/channel.h"
 #include "grpcpp/generic/generic_stub.h"
+#include "kernels/base/steady_now.h"
 #include "server/cluster/membership.h"
 #include "server/cluster/memory_need.h"
 #include "server/comm/in_process_communicator.h"
@@ -23,6 +23,7 @@
 #include "server/ops/logging.h"
 #include "server/ops/start_thread.h"
 #include "server/rpc/forward_encoder.h"
+#include "server/rpc/grpc_deadline.h"
 #include "server/rpc/grpc_rendezvous_store.h"
 #include "server/rpc/rank_channel.h"
 #include "server/rpc/rank_service.h"
@@ -139,9 +140,8 @@ void ExpertRank::Stop() {
 }
 
 bool ExpertRank::Impl::Wait(absl::Duration duration) {
-  const absl::Time deadline = absl::Now() + duration;
   std::unique_lock<std::mutex> lock(mutex);
-  changed.wait_until(lock, absl::ToChronoTime(deadline), [this] { return stopped; });
+  changed.wait_for(lock, absl::ToChronoNanoseconds(duration), [this] { return stopped; });
   return !stopped;
 }
 
@@ -180,7 +180,7 @@ v1::JoinRequest ExpertRank::Impl::MakeJoinRequest() const {
 
 absl::StatusOr<v1::JoinResponse> ExpertRank::Impl::Join() {
   grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(absl::Now() + kJoinCallTimeout));
+  context.set_deadline(ToGrpcDeadline(kJoinCallTimeout));
   v1::JoinResponse response;
   const absl::Status status = FromGrpcStatus(stub->Join(&context, MakeJoinRequest(), &response));
   if (!status.ok()) return status;
@@ -220,7 +220,7 @@ absl::Status ExpertRank::Run() {
       return absl::Status(error.code(), absl::StrCat("the control plane at ", address,
                                                      " refused this rank: ", error.message()));
     }
-    const absl::Time now = absl::Now();
+    const absl::Time now = SteadyNow();
     if (failing_since == absl::InfinitePast() || error.code() != last_code) {
       LogWarning("cannot join yet",
                  {{"control_plane", address},
@@ -296,11 +296,11 @@ void ExpertRank::Impl::SendHeartbeats(const v1::JoinResponse& membership) {
   request.set_member_id(membership.member_id());
   request.set_ep_rank(options.engine->ep_rank());
   request.set_load_progress(1);
-  absl::Time last_answer = absl::Now();
+  absl::Time last_answer = SteadyNow();
   std::unique_lock<std::mutex> lock(mutex);
   while (session != nullptr) {
     grpc::ClientContext context;
-    context.set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+    context.set_deadline(ToGrpcDeadline(timeout));
     heartbeat_call = &context;
     lock.unlock();
     request.set_state(state);
@@ -311,7 +311,7 @@ void ExpertRank::Impl::SendHeartbeats(const v1::JoinResponse& membership) {
     const grpc::Status status = own_stub->Heartbeat(&context, request, &response);
     lock.lock();
     heartbeat_call = nullptr;
-    const absl::Time now = absl::Now();
+    const absl::Time now = SteadyNow();
     if (status.ok()) last_answer = now;
     const bool is_member =
         !status.ok() || (response.member() && response.incarnation() == membership.incarnation());
@@ -323,8 +323,8 @@ void ExpertRank::Impl::SendHeartbeats(const v1::JoinResponse& membership) {
       lost->Cancel();
       return;
     }
-    changed.wait_until(lock, absl::ToChronoTime(now + interval),
-                       [this] { return session == nullptr; });
+    changed.wait_for(lock, absl::ToChronoNanoseconds(interval),
+                     [this] { return session == nullptr; });
   }
 }
 
@@ -392,7 +392,7 @@ absl::StatusOr<std::unique_ptr<Communicator>> ExpertRank::Impl::Connect(
     store = own_store;
     give_up = false;
   }
-  const absl::Time deadline = absl::Now() + absl::Microseconds(begin.timeout_micros());
+  const absl::Time deadline = SteadyNow() + absl::Microseconds(begin.timeout_micros());
   const absl::Duration operation_timeout = absl::Microseconds(begin.operation_timeout_micros());
   absl::StatusOr<std::unique_ptr<Communicator>> over_host = absl::UnknownError("");
   if (engine.ep_size() == 1) {
@@ -494,7 +494,7 @@ grpc::ByteBuffer ExpertRank::Impl::RunStep(ReceivedSlice received, ComputeTurns:
       shard.rows.push_back({received.shard.data(), received.slice.num_source_tokens});
     }
     result = engine.RunStep(std::move(received.slice), std::move(shard),
-                            absl::Now() + received.timeout, std::move(turn));
+                            SteadyNow() + received.timeout, std::move(turn));
   }
   if (!result.ok()) {
     result = StatusForLink(result.status());

@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "expertmesh/v1/expert_service.grpc.pb.h"
 #include "grpcpp/server_context.h"
+#include "kernels/base/steady_now.h"
 #include "server/ops/call_error.h"
 #include "server/rpc/explain_reactor.h"
 #include "server/rpc/forward_reactor.h"
@@ -76,14 +76,14 @@ class ExpertServiceImpl final : public RawForward {
   grpc::ServerUnaryReactor* GetModel(grpc::CallbackServerContext* context,
                                      const v1::GetModelRequest* request,
                                      v1::GetModelResponse* response) override {
-    const absl::Time arrival = absl::Now();
+    const absl::Time arrival = SteadyNow();
     return Answer(context, CallMethod::kGetModel, FillModel(request->model(), response), arrival);
   }
 
   grpc::ServerUnaryReactor* ListModels(grpc::CallbackServerContext* context,
                                        const v1::ListModelsRequest*,
                                        v1::ListModelsResponse* response) override {
-    const absl::Time arrival = absl::Now();
+    const absl::Time arrival = SteadyNow();
     const bool ready = Ready();
     for (const v1::GetModelResponse& model : options_.models) {
       v1::ModelSummary* summary = response->add_models();
@@ -126,7 +126,7 @@ class ExpertServiceImpl final : public RawForward {
   grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, CallMethod method,
                                    const absl::Status& status, absl::Time arrival) const {
     options_.metrics->CountCall(method, status.code(),
-                                absl::ToDoubleSeconds(absl::Now() - arrival));
+                                absl::ToDoubleSeconds(SteadyNow() - arrival));
     grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
     reactor->Finish(ToGrpcStatus(status));
     return reactor;

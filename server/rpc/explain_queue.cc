@@ -63,7 +63,7 @@ void ExplainQueue::RunWork() {
 }
 
 void ExplainQueue::WatchDeadlines() {
-  Clock* const clock = SystemClock();
+  Clock* const clock = SteadyClock();
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_) {
     const auto next = std::min_element(

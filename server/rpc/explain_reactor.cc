@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "grpcpp/server_context.h"
+#include "kernels/base/steady_now.h"
 #include "server/ops/call_error.h"
 #include "server/rpc/explain.h"
 #include "server/rpc/forward_encoder.h"
@@ -16,7 +17,7 @@ ExplainReactor::ExplainReactor(const ForwardEnvironment& environment,
       context_(context),
       request_(request),
       response_(response),
-      arrival_(absl::Now()),
+      arrival_(SteadyNow()),
       deadline_(EffectiveDeadline(*context, arrival_, environment.max_deadline)) {
   environment_.open_calls->Begin();
 }
@@ -75,7 +76,7 @@ void ExplainReactor::Answer(absl::StatusOr<grpc::ByteBuffer> response) {
   if (response.ok()) response_->Swap(&*response);
   const grpc::Status answer = ToGrpcStatus(response.status());
   metrics.CountCall(CallMethod::kExplain, static_cast<absl::StatusCode>(answer.error_code()),
-                    absl::ToDoubleSeconds(absl::Now() - arrival_));
+                    absl::ToDoubleSeconds(SteadyNow() - arrival_));
   metrics.calls_in_flight[static_cast<int>(CallMethod::kExplain)].Add(-1);
   Finish(answer);
 }

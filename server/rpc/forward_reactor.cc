@@ -8,8 +8,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "grpcpp/server_context.h"
+#include "kernels/base/steady_now.h"
 #include "server/ops/call_error.h"
 #include "server/ops/logging.h"
+#include "server/rpc/grpc_deadline.h"
 #include "server/rpc/status_mapping.h"
 #include "server/rpc/validate_only.h"
 
@@ -18,11 +20,11 @@ namespace expertmesh {
 absl::Time EffectiveDeadline(const grpc::CallbackServerContext& context, absl::Time arrival,
                              absl::Duration max_deadline) {
   // A call without a deadline has one in the year 2262.
-  return std::min(absl::FromChrono(context.deadline()), arrival + max_deadline);
+  return std::min(FromGrpcDeadline(context.deadline()), arrival + max_deadline);
 }
 
 absl::Status UnwantedError(bool is_cancelled, absl::Time deadline) {
-  if (absl::Now() >= deadline) {
+  if (SteadyNow() >= deadline) {
     return CallError(ErrorReason::kDeadlinePassed, "the call's deadline passed while it waited");
   }
   if (is_cancelled) {
@@ -53,7 +55,7 @@ ForwardReactor::ForwardReactor(const ForwardEnvironment& environment,
       context_(context),
       request_(request),
       response_(response),
-      arrival_(absl::Now()),
+      arrival_(SteadyNow()),
       deadline_(EffectiveDeadline(*context, arrival_, environment.max_deadline)) {
   environment_.open_calls->Begin();
 }
@@ -151,7 +153,7 @@ void ForwardReactor::Validated(ValidForward valid) {
 
 void ForwardReactor::Complete(absl::StatusOr<ForwardResult> result) {
   if (!result.ok()) return Answer(result.status());
-  Answer(EncodeAnswer(info_, *backend_, std::move(*result), absl::Now() - arrival_,
+  Answer(EncodeAnswer(info_, *backend_, std::move(*result), SteadyNow() - arrival_,
                       backend_->group->request_allocator()));
 }
 
@@ -159,7 +161,7 @@ void ForwardReactor::Answer(absl::StatusOr<grpc::ByteBuffer> response) {
   const ServerMetrics& metrics = *environment_.metrics;
   absl::Status status = response.status();
   // A client's deadline reaches us as a cancellation.
-  if (absl::IsCancelled(status) && absl::Now() >= deadline_) {
+  if (absl::IsCancelled(status) && SteadyNow() >= deadline_) {
     status = CallError(ErrorReason::kDeadlinePassed, "the call's deadline passed");
   }
   status = NameServersDeadline(std::move(status), arrival_, deadline_, environment_.max_deadline);
@@ -172,7 +174,7 @@ void ForwardReactor::Answer(absl::StatusOr<grpc::ByteBuffer> response) {
   }
   const grpc::Status answer = ToGrpcStatus(status);
   metrics.CountCall(CallMethod::kForward, static_cast<absl::StatusCode>(answer.error_code()),
-                    absl::ToDoubleSeconds(absl::Now() - arrival_));
+                    absl::ToDoubleSeconds(SteadyNow() - arrival_));
   metrics.calls_in_flight[static_cast<int>(CallMethod::kForward)].Add(-1);
   if (answer.error_code() == grpc::StatusCode::INTERNAL) {
     LogError("a call failed", {{"request_id", request_id_}, {"error", answer.error_message()}});
@@ -181,7 +183,7 @@ void ForwardReactor::Answer(absl::StatusOr<grpc::ByteBuffer> response) {
                               {"code", static_cast<int>(answer.error_code())},
                               {"error", answer.error_message()},
                               {"tokens", info_.num_tokens},
-                              {"micros", absl::ToInt64Microseconds(absl::Now() - arrival_)}});
+                              {"micros", absl::ToInt64Microseconds(SteadyNow() - arrival_)}});
   }
   Finish(answer);
 }

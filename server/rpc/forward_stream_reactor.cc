@@ -9,11 +9,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "expertmesh/v1/expert_service.pb.h"
+#include "kernels/base/steady_now.h"
 #include "server/ops/call_error.h"
 #include "server/ops/logging.h"
 #include "server/rpc/forward_encoder.h"
 #include "server/rpc/forward_response.h"
 #include "server/rpc/forward_stream_envelope.h"
+#include "server/rpc/grpc_deadline.h"
 #include "server/rpc/status_mapping.h"
 #include "server/rpc/validate_only.h"
 
@@ -61,7 +63,7 @@ ForwardStreamReactor::ForwardStreamReactor(const ForwardEnvironment& environment
                                            grpc::CallbackServerContext* context)
     : environment_(environment),
       streams_(streams),
-      stream_deadline_(absl::FromChrono(context->deadline())),
+      stream_deadline_(FromGrpcDeadline(context->deadline())),
       canceller_(std::make_shared<CallCanceller>(context)),
       state_(streams->limits().max_stream_bytes, streams->total()) {}
 
@@ -132,7 +134,7 @@ void ForwardStreamReactor::OnReadDone(bool ok) {
     return Pump();
   }
   auto message = std::make_shared<Message>();
-  message->arrival = absl::Now();
+  message->arrival = SteadyNow();
   message->bytes.Swap(&read_);
   const auto size_bytes = static_cast<int64_t>(message->bytes.Length());
   environment_.metrics->request_bytes.Increment(size_bytes);
@@ -350,7 +352,7 @@ void ForwardStreamReactor::Complete(const MessagePtr& message,
                                     absl::StatusOr<ForwardResult> result) {
   if (!result.ok()) return Answer(message, result.status());
   Answer(message, EncodeAnswer(message->info, *message->backend, std::move(*result),
-                               absl::Now() - message->arrival,
+                               SteadyNow() - message->arrival,
                                message->backend->group->request_allocator(), message->stream_seq));
 }
 
@@ -388,7 +390,7 @@ void ForwardStreamReactor::Answer(const MessagePtr& message,
 void ForwardStreamReactor::CountAnswer(const Message& message, absl::StatusCode code,
                                        absl::string_view error) const {
   const ServerMetrics& metrics = *environment_.metrics;
-  const absl::Duration elapsed = absl::Now() - message.arrival;
+  const absl::Duration elapsed = SteadyNow() - message.arrival;
   metrics.CountCall(CallMethod::kForwardStream, code, absl::ToDoubleSeconds(elapsed));
   metrics.calls_in_flight[static_cast<int>(CallMethod::kForwardStream)].Add(-1);
   if (code == absl::StatusCode::kInternal) {

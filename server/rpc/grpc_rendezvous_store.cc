@@ -2,7 +2,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/strip.h"
-#include "absl/time/clock.h"
+#include "server/rpc/grpc_deadline.h"
 #include "server/rpc/status_mapping.h"
 
 namespace expertmesh {
@@ -45,7 +45,7 @@ absl::Status GrpcRendezvousStore::Set(absl::string_view key, absl::string_view v
   request.set_value(std::string(value));
   v1::StoreSetResponse response;
   grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(absl::Now() + kSetTimeout));
+  context.set_deadline(ToGrpcDeadline(kSetTimeout));
   if (absl::Status status = Begin(&context); !status.ok()) return status;
   const absl::Status status = FromGrpcStatus(stub_->StoreSet(&context, request, &response));
   End();
@@ -62,7 +62,7 @@ absl::StatusOr<std::string> GrpcRendezvousStore::Get(absl::string_view key, absl
   request.set_key(std::string(key));
   v1::StoreGetResponse response;
   grpc::ClientContext context;
-  if (deadline != absl::InfiniteFuture()) context.set_deadline(absl::ToChronoTime(deadline));
+  if (deadline != absl::InfiniteFuture()) context.set_deadline(ToGrpcDeadline(deadline));
   if (absl::Status status = Begin(&context); !status.ok()) return status;
   const absl::Status status = FromGrpcStatus(stub_->StoreGet(&context, request, &response));
   End();

@@ -28,7 +28,9 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "kernels/base/steady_now.h"
 #include "server/ops/logging.h"
+#include "server/rpc/grpc_deadline.h"
 
 namespace expertmesh {
 namespace {
@@ -127,7 +129,7 @@ struct GrpcServer::Impl {
 
 GrpcServer::GrpcServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
-GrpcServer::~GrpcServer() { Shutdown(absl::Now()); }
+GrpcServer::~GrpcServer() { Shutdown(SteadyNow()); }
 
 absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const GrpcServerOptions& options,
                                                               std::vector<NamedService> services) {
@@ -183,14 +185,14 @@ void GrpcServer::SetServing(bool serving) {
 }
 
 void GrpcServer::AwaitSent(absl::Time deadline) const {
-  while (UnsentBytes(port()) > 0 && absl::Now() < deadline) absl::SleepFor(absl::Milliseconds(2));
+  while (UnsentBytes(port()) > 0 && SteadyNow() < deadline) absl::SleepFor(absl::Milliseconds(2));
 }
 
 void GrpcServer::Shutdown(absl::Time deadline) {
   const std::lock_guard<std::mutex> lock(impl_->shutdown_mutex);
   if (impl_->is_shut_down) return;
   impl_->is_shut_down = true;
-  impl_->server->Shutdown(absl::ToChronoTime(deadline));
+  impl_->server->Shutdown(ToGrpcDeadline(deadline));
 }
 
 }  // namespace expertmesh

@@ -16,7 +16,7 @@ void OpenCalls::End() {
 
 int64_t OpenCalls::AwaitNone(absl::Time deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
-  Clock* const clock = SystemClock();
+  Clock* const clock = SteadyClock();
   while (num_open_ > 0 && clock->Now() < deadline) clock->WaitUntil(none_, lock, deadline);
   return num_open_;
 }

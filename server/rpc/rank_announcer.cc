@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "expertmesh/v1/rank.grpc.pb.h"
 #include "grpcpp/channel.h"
@@ -11,6 +10,7 @@
 #include "server/cluster/memory_need.h"
 #include "server/ops/logging.h"
 #include "server/ops/start_thread.h"
+#include "server/rpc/grpc_deadline.h"
 #include "server/rpc/status_mapping.h"
 
 namespace expertmesh {
@@ -57,7 +57,7 @@ void RankAnnouncer::Run() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopped_) {
     grpc::ClientContext context;
-    context.set_deadline(absl::ToChronoTime(absl::Now() + kCallTimeout));
+    context.set_deadline(ToGrpcDeadline(kCallTimeout));
     call_ = &context;
     lock.unlock();
     request.set_load_progress(options_.load_progress());
@@ -75,8 +75,7 @@ void RankAnnouncer::Run() {
     }
     lock.lock();
     call_ = nullptr;
-    changed_.wait_until(lock, absl::ToChronoTime(absl::Now() + interval),
-                        [this] { return stopped_; });
+    changed_.wait_for(lock, absl::ToChronoNanoseconds(interval), [this] { return stopped_; });
   }
 }
 

@@ -3,8 +3,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "expertmesh/v1/rank.pb.h"
+#include "kernels/base/steady_now.h"
 #include "kernels/base/step_arena.h"
 #include "server/ops/call_error.h"
 #include "server/rpc/forward_encoder.h"
@@ -66,7 +66,7 @@ void RankStream::RunStep(StepSlice slice, TokenShard shard, absl::Time deadline,
     owner = std::make_shared<HeldRows>(HeldRows{group_->allocator(), std::move(owner)});
   }
   absl::StatusOr<grpc::ByteBuffer> message =
-      EncodeSlice(slice, shard, hidden_size->second, deadline - absl::Now());
+      EncodeSlice(slice, shard, hidden_size->second, deadline - SteadyNow());
   if (!message.ok()) return done(message.status());
   absl::Status error;
   {

@@ -9,8 +9,10 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/base/steady_now.h"
 #include "server/control/last_answer_time.h"
 #include "server/ops/call_error.h"
+#include "server/ops/clock.h"
 
 namespace expertmesh {
 namespace {
@@ -65,8 +67,8 @@ struct ServingState::Impl {
         continue;
       }
       const absl::Time first = waiting.begin()->first;
-      if (first > absl::Now()) {
-        changed.wait_until(lock, absl::ToChronoTime(first));
+      if (first > SteadyNow()) {
+        SteadyClock()->WaitUntil(changed, lock, first);
         continue;
       }
       Waiting late = TakeLocked(waiting.begin());
@@ -107,7 +109,7 @@ ServingState::WaitId ServingState::Wait(absl::Time deadline, int64_t bytes, Wait
         bytes <= impl_->max_waiting_bytes - impl_->waiting_bytes) {
       const WaitId id = impl_->next_id++;
       impl_->waiting_bytes += bytes;
-      const absl::Time give_up = LastAnswerTime(deadline, absl::Now(), kAnswerMargin);
+      const absl::Time give_up = LastAnswerTime(deadline, SteadyNow(), kAnswerMargin);
       impl_->waiting.emplace(give_up, Impl::Waiting{id, bytes, std::move(waiter)});
       lock.unlock();
       impl_->changed.notify_all();

@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "grpcpp/server_context.h"
+#include "kernels/base/steady_now.h"
 #include "server/ops/call_error.h"
 
 namespace expertmesh {
@@ -33,7 +33,7 @@ absl::StatusOr<UnsentAnswers::Id> UnsentAnswers::Reserve(
       entries_.emplace(++last_id_, Entry{bytes, deadline, canceller});
       return last_id_;
     }
-    const absl::Time now = absl::Now();
+    const absl::Time now = SteadyNow();
     for (const auto& [id, entry] : entries_) {
       if (entry.deadline <= now) overdue.push_back(entry.canceller);
     }
@@ -49,7 +49,7 @@ void UnsentAnswers::StartSending(Id id) {
   Entry& entry = entries_.find(id)->second;
   const absl::Duration time_to_read =
       kLeastTimeToRead + absl::Seconds(static_cast<double>(entry.bytes) / kSlowestBytesPerSecond);
-  entry.deadline = std::min(entry.deadline, absl::Now() + time_to_read);
+  entry.deadline = std::min(entry.deadline, SteadyNow() + time_to_read);
 }
 
 void UnsentAnswers::Release(Id id) {

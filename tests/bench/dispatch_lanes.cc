@@ -77,7 +77,7 @@ class Calls {
     options.max_rank_pairs = num_tokens_ * shape_.topk;
     options.max_inline_micros = -1;
     options.lanes = lanes;
-    StepController controller(options, &group, nullptr, SystemClock());
+    StepController controller(options, &group, nullptr, SteadyClock());
     std::mutex mutex;
     std::condition_variable changed;
     int num_left = num_calls;

@@ -9,6 +9,7 @@
 #include "absl/time/clock.h"
 #include "gtest/gtest.h"
 #include "kernels/base/host_buffer_pool.h"
+#include "kernels/base/steady_now.h"
 #include "server/model/synthetic_weight_source.h"
 #include "tests/kernels/cpu/random_layer.h"
 
@@ -243,7 +244,7 @@ absl::StatusOr<std::vector<std::vector<std::byte>>> RunTokens(ExpertGroup& group
   absl::StatusOr<GroupStep> step = MakeStep(group, moe, tokens, choices, &memory);
   if (!step.ok()) return step.status();
   absl::StatusOr<GroupStepResult> result =
-      group.RunStep(*std::move(step), choices.on_caller, absl::Now() + absl::Seconds(100));
+      group.RunStep(*std::move(step), choices.on_caller, SteadyNow() + absl::Seconds(100));
   if (!result.ok()) return result.status();
   std::vector<std::vector<std::byte>> outputs;
   const int64_t row_bytes = moe.shape.hidden_size * DTypeBytes(choices.output_dtype);

@@ -115,7 +115,7 @@ absl::StatusOr<std::unique_ptr<ThreadCluster>> ThreadCluster::Start(const Weight
   group_options.step_timeout = absl::Minutes(2);
   const ModelSpec* models[] = {&model};
   absl::StatusOr<std::unique_ptr<RemoteExpertGroup>> group =
-      RemoteExpertGroup::Create(group_options, models, SystemClock());
+      RemoteExpertGroup::Create(group_options, models, SteadyClock());
   if (!group.ok()) return group.status();
   cluster->group_ = *std::move(group);
   std::vector<std::unique_ptr<Communicator>> communicators =

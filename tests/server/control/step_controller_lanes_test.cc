@@ -145,7 +145,7 @@ class StepControllerLanesTest : public testing::TestWithParam<int32_t> {
     cluster_ = *std::move(cluster);
     options.max_inline_micros = -1;
     controller_ =
-        std::make_unique<StepController>(options, &cluster_->group(), &routers_, SystemClock());
+        std::make_unique<StepController>(options, &cluster_->group(), &routers_, SteadyClock());
   }
 
   struct Request {
@@ -246,7 +246,7 @@ TEST_P(StepControllerLanesTest, BytesAreThoseOfOneLane) {
     const auto group = *LocalExpertGroup::Create({.num_ranks = GetParam()});
     const WeightSource* sources[] = {source_.get()};
     ASSERT_TRUE(group->Load(sources).ok());
-    StepController one_lane({}, group.get(), &routers_, SystemClock());
+    StepController one_lane({}, group.get(), &routers_, SteadyClock());
     for (const Request& request : requests) {
       expected.push_back(Bytes(*Submit(one_lane, *group, request)));
     }

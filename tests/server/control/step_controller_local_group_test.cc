@@ -61,7 +61,7 @@ class StepControllerLocalGroupTest : public testing::TestWithParam<int32_t> {
   }
 
   void Start(StepControllerOptions options) {
-    controller_ = std::make_unique<StepController>(options, group_.get(), &routers_, SystemClock());
+    controller_ = std::make_unique<StepController>(options, group_.get(), &routers_, SteadyClock());
   }
 
   Buffer Copy(const void* data, int64_t size_bytes) {

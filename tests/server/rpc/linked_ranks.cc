@@ -24,7 +24,7 @@ LinkedRanks::LinkedRanks(const WeightSource& source, const Options& options) {
   group_options.ep_size = options.ep_size;
   group_options.allocator = control_memory_;
   absl::StatusOr<std::unique_ptr<RemoteExpertGroup>> group = RemoteExpertGroup::Create(
-      group_options, models, options.clock == nullptr ? SystemClock() : options.clock);
+      group_options, models, options.clock == nullptr ? SteadyClock() : options.clock);
   if (!group.ok()) abort();
   group_ = *std::move(group);
   RankServiceOptions service_options;

@@ -44,7 +44,7 @@ class LinkedRanks {
   struct Options {
     int32_t ep_size = 2;
     RemoteExpertGroupOptions group;
-    Clock* clock = nullptr;               // of the group; null: the system's
+    Clock* clock = nullptr;               // of the group; null: the steady one
     std::shared_ptr<NcclFunctions> nccl;  // null: ranks exchange over TCP alone
   };
   // Loads all of `source`; returns when the first epoch stands. Aborts where that cannot be.
