@@ -178,6 +178,12 @@ StepOutcome StepRunner::Run(const StepBatch& batch, bool on_caller, absl::Durati
                             StepRecord& record) {
   record.on_caller = on_caller;
   StartedStep started;
+  if (group_->max_lanes() > 1) {
+    StepOutcome outcome = Start(batch, /*has_follower=*/false, clock_->Now() + step_timeout,
+                                /*on_decided=*/nullptr, record, started);
+    if (!outcome.status.ok()) return outcome;
+    return Finish(batch, std::move(started), /*keep_outputs=*/true, record);
+  }
   GroupStep step;
   StepOutcome outcome = Plan(batch, record, started, step);
   if (!outcome.status.ok()) return outcome;
@@ -194,7 +200,12 @@ StepOutcome StepRunner::Start(const StepBatch& batch, bool has_follower, absl::T
   if (!outcome.status.ok()) return outcome;
   absl::StatusOr<std::unique_ptr<StepInFlight>> flight =
       group_->StartStep(std::move(step), has_follower, deadline, std::move(on_decided));
-  if (!flight.ok()) return Fail(flight.status(), record);
+  if (!flight.ok()) {
+    // No rank was sent a part of it; so where its epoch is gone, this was no try.
+    outcome = Fail(flight.status(), record);
+    outcome.was_started = !outcome.was_lost;
+    return outcome;
+  }
   started.flight = *std::move(flight);
   return outcome;
 }

@@ -23,7 +23,7 @@ struct StepOutcome {
   absl::Status status;
   // The step was lost with its epoch, or ran out of time: it may be tried again with a later one.
   bool was_lost = false;
-  // False: there was no epoch to start it in.
+  // False: no rank was given a part of it, for there was no epoch to start it in.
   bool was_started = true;
   uint64_t epoch = 0;
 };

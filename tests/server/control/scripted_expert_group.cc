@@ -105,6 +105,9 @@ absl::StatusOr<std::unique_ptr<StepInFlight>> ScriptedExpertGroup::StartStep(
     GroupStep step, bool has_follower, absl::Time /*step_deadline*/,
     absl::AnyInvocable<void()> on_decided) {
   if (step.plan.slices[0].header.epoch != epoch_) return absl::UnavailableError("stale epoch");
+  if (start_script) {
+    if (absl::Status status = start_script(); !status.ok()) return status;
+  }
   const int64_t in_flight = ++num_in_flight_;
   EXPECT_LE(in_flight, lanes);
   num_overlaps_ += in_flight > 1;

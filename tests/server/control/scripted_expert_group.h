@@ -40,6 +40,8 @@ class ScriptedExpertGroup : public ExpertGroup {
   // Asked at the start of each RunStep, with its number from 0, on the thread that runs it; an
   // error is the step's. Set before the first step.
   std::function<absl::Status(const GroupStep& step, int number)> script;
+  // Asked at the start of each StartStep; an error is its answer. Set before the first step.
+  std::function<absl::Status()> start_script;
   // UNAVAILABLE and DEADLINE_EXCEEDED from the script form the next epoch at once.
   bool forms_epochs = true;
   // With more than one, steps run when they are finished, in their order; the script is asked then.

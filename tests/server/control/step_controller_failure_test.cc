@@ -1,3 +1,4 @@
+#include <atomic>
 #include <memory>
 #include <set>
 #include <string>
@@ -189,6 +190,42 @@ TEST_F(StepControllerFailureTest, LossesInSeveralLanesKeepTheOrderOfSplitCalls) 
     EXPECT_GT(controller->Snapshot().steps_lost, 0u);
     ExpectNothingInFlight();
   }
+}
+
+// The epoch ends between a step's plan and its start, again and again.
+TEST_F(StepControllerFailureTest, AStepThatNoRankWasSentIsNoTry) {
+  for (const int32_t num_lanes : {1, 2}) {
+    SCOPED_TRACE(num_lanes);
+    options.lanes = num_lanes;
+    group.lanes = 2;
+    std::atomic<int> num_refused{0};
+    group.start_script = [&num_refused, this] {
+      if (++num_refused > 7) return absl::OkStatus();
+      group.SetEpoch(group.epoch() + 1);
+      return LostStep();
+    };
+    Start();
+    TestCall call = MakeCall({.num_tokens = 3});
+    Submit(call);
+    ExpectExact(call);
+    EXPECT_EQ(num_refused, 8);
+    EXPECT_EQ(controller->Snapshot().steps_lost, 0u);
+    ExpectNothingInFlight();
+  }
+}
+
+TEST_F(StepControllerFailureTest, AStepThatCannotBeSentFailsOnce) {
+  group.lanes = options.lanes = 2;
+  std::atomic<int> num_refused{0};
+  group.start_script = [&num_refused] {
+    ++num_refused;
+    return CallError(ErrorReason::kMessageTooLarge, "above 2 GiB");
+  };
+  Start();
+  TestCall call = MakeCall({.num_tokens = 3});
+  Submit(call);
+  EXPECT_EQ(ReasonOf(call.answer->Wait().status()), ErrorReason::kMessageTooLarge);
+  EXPECT_EQ(num_refused, 1);
 }
 
 TEST_F(StepControllerFailureTest, AnotherErrorOfASharedStepMeetsItsCauseAlone) {
