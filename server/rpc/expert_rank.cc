@@ -91,8 +91,9 @@ struct ExpertRank::Impl {
   absl::Status FormEpoch(const v1::EpochBegin& begin, const v1::JoinResponse& membership);
   void DropEpoch(const absl::Status& reason);
   grpc::ByteBuffer RunStep(ReceivedSlice slice, ComputeTurns::Turn turn);
-  // As soon as the epoch's end is known, on whatever thread.
-  void AbortEpoch(const absl::Status& reason);
+  // As soon as an epoch's end is known, on whatever thread, and maybe before its beginning has been
+  // obeyed.
+  void AbortEpoch(uint64_t ended, const absl::Status& reason);
   // False when the rank was stopped.
   bool Wait(absl::Duration duration);
 
@@ -108,6 +109,8 @@ struct ExpertRank::Impl {
 
   // What ends an epoch from outside of the threads that run it.
   std::mutex epoch_mutex;
+  uint64_t last_ended = 0;                     // of the session's epochs
+  absl::Status last_end;                       // why
   std::shared_ptr<GrpcRendezvousStore> store;  // while forming
   std::atomic<bool> give_up{false};            // forming
 
@@ -246,10 +249,14 @@ absl::Status ExpertRank::Impl::RunSession(const v1::JoinResponse& membership) {
   hello.set_incarnation(membership.incarnation());
   hello.set_member_id(membership.member_id());
   hello.set_ep_rank(options.engine->ep_rank());
+  {
+    const std::lock_guard<std::mutex> lock(epoch_mutex);
+    last_ended = 0;
+  }
   grpc::GenericStub generic_stub(channel);
-  const std::shared_ptr<RankSession> own =
-      RankSession::Start(&generic_stub, options.allocator.get(), hello,
-                         [this](const absl::Status& reason) { AbortEpoch(reason); });
+  const std::shared_ptr<RankSession> own = RankSession::Start(
+      &generic_stub, options.allocator.get(), hello,
+      [this](uint64_t ended, const absl::Status& reason) { AbortEpoch(ended, reason); });
   bool was_stopped;
   {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -389,6 +396,7 @@ absl::StatusOr<std::unique_ptr<Communicator>> ExpertRank::Impl::Connect(
       std::make_shared<GrpcRendezvousStore>(stub.get(), begin.incarnation(), begin.epoch());
   {
     const std::lock_guard<std::mutex> lock(epoch_mutex);
+    if (last_ended >= begin.epoch()) return last_end;
     store = own_store;
     give_up = false;
   }
@@ -439,14 +447,17 @@ absl::Status ExpertRank::Impl::FormEpoch(const v1::EpochBegin& begin,
   if (!communicator.ok()) return communicator.status();
   const std::lock_guard<std::mutex> lock(epoch_mutex);
   store = nullptr;
+  if (last_ended >= begin.epoch()) return last_end;
   engine.EnterEpoch(begin.incarnation(), begin.epoch(), *std::move(communicator));
   epoch = begin.epoch();
   state = v1::RANK_STATE_ACTIVE;
   return absl::OkStatus();
 }
 
-void ExpertRank::Impl::AbortEpoch(const absl::Status& reason) {
+void ExpertRank::Impl::AbortEpoch(uint64_t ended, const absl::Status& reason) {
   const std::lock_guard<std::mutex> lock(epoch_mutex);
+  last_ended = std::max(last_ended, ended);
+  last_end = reason;
   give_up = true;
   if (epoch != 0) state = v1::RANK_STATE_TEARING_DOWN;
   if (store != nullptr) store->Cancel();
@@ -482,7 +493,7 @@ grpc::ByteBuffer ExpertRank::Impl::RunStep(ReceivedSlice received, ComputeTurns:
   if (known == options.hidden_sizes.end() || known->second != hidden_size) {
     result = absl::InvalidArgumentError(absl::StrCat("slice.shard: rows of ", hidden_size,
                                                      " elements are none of model ", header.model));
-    AbortEpoch(result.status());
+    AbortEpoch(header.epoch, result.status());
   } else {
     TokenShard shard;
     // Without memory for its own tokens the rank does its part for the others': its rows are any.

@@ -12,9 +12,9 @@ constexpr char kMethod[] = "/expertmesh.v1.RankService/RunSteps";
 
 }  // namespace
 
-std::shared_ptr<RankSession> RankSession::Start(
-    grpc::GenericStub* stub, Allocator* allocator, const v1::StreamHello& hello,
-    std::function<void(const absl::Status&)> on_epoch_end) {
+std::shared_ptr<RankSession> RankSession::Start(grpc::GenericStub* stub, Allocator* allocator,
+                                                const v1::StreamHello& hello,
+                                                OnEpochEnd on_epoch_end) {
   std::shared_ptr<RankSession> session(new RankSession(allocator, std::move(on_epoch_end)));
   session->self_ = session;
   stub->PrepareBidiStreamingCall(&session->context_, kMethod, grpc::StubOptions(), session.get());
@@ -86,7 +86,8 @@ void RankSession::OnReadDone(bool ok) {
     return;
   }
   if (command->other.has_epoch_end()) {
-    on_epoch_end_(absl::UnavailableError(command->other.epoch_end().reason()));
+    const v1::EpochEnd& end = command->other.epoch_end();
+    on_epoch_end_(end.epoch(), absl::UnavailableError(end.reason()));
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -97,7 +98,7 @@ void RankSession::OnReadDone(bool ok) {
 }
 
 void RankSession::Fail(const absl::Status& status) {
-  on_epoch_end_(status);
+  on_epoch_end_(kAllEpochs, status);
   const std::lock_guard<std::mutex> lock(mutex_);
   end_.Update(status);
   changed_.notify_all();

@@ -2,8 +2,10 @@
 #define EXPERTMESH_SERVER_RPC_RANK_SESSION_H_
 
 #include <condition_variable>
+#include <cstdint>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -25,12 +27,15 @@ namespace expertmesh {
 class RankSession final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
                           public std::enable_shared_from_this<RankSession> {
  public:
+  // The last epoch that has ended, and why.
+  using OnEpochEnd = std::function<void(uint64_t epoch, const absl::Status& reason)>;
+  static constexpr uint64_t kAllEpochs = std::numeric_limits<uint64_t>::max();
+
   // Opens the stream. `stub` and `allocator` outlive the session; `on_epoch_end` is called as soon
-  // as the control plane ends an epoch or the stream ends, before Next tells of it, on gRPC's
-  // thread: it must not block.
+  // as the control plane ends an epoch or the stream ends (kAllEpochs), before Next tells of it, on
+  // gRPC's thread: it must not block.
   static std::shared_ptr<RankSession> Start(grpc::GenericStub* stub, Allocator* allocator,
-                                            const v1::StreamHello& hello,
-                                            std::function<void(const absl::Status&)> on_epoch_end);
+                                            const v1::StreamHello& hello, OnEpochEnd on_epoch_end);
 
   // Blocks until there is a command; the stream's status (never OK) when it has ended.
   absl::StatusOr<ReceivedCommand> Next();
@@ -48,13 +53,13 @@ class RankSession final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc:
   void OnDone(const grpc::Status& status) override;
 
  private:
-  RankSession(Allocator* allocator, std::function<void(const absl::Status&)> on_epoch_end)
+  RankSession(Allocator* allocator, OnEpochEnd on_epoch_end)
       : allocator_(allocator), on_epoch_end_(std::move(on_epoch_end)) {}
 
   void Pump();
 
   Allocator* const allocator_;
-  const std::function<void(const absl::Status&)> on_epoch_end_;
+  const OnEpochEnd on_epoch_end_;
   grpc::ClientContext context_;
   grpc::ByteBuffer read_;
   std::shared_ptr<RankSession> self_;  // until OnDone

@@ -5,9 +5,11 @@
 
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/time/clock.h"
+#include "kernels/base/steady_now.h"
 #include "server/ops/call_error.h"
 #include "tests/server/cluster/random_moe.h"
 #include "tests/server/ops/no_more_threads.h"
@@ -84,6 +86,39 @@ TEST_F(RankLinkTest, AStepThatDoesNotFitTheWireIsSentToNobody) {
       ranks_.group().RunStep(*std::move(step), false, absl::Now() + absl::Seconds(100));
   EXPECT_EQ(result.status().code(), absl::StatusCode::kInvalidArgument) << result.status();
   ExpectWorks(DispatchMode::kAllToAll, epoch);
+}
+
+// An epoch's end may come while its beginning is being obeyed, at any moment of it.
+TEST(RankLinkFormingTest, AnEpochThatEndsWhileItFormsIsLeftAtOnce) {
+  const RandomMoe moe{RandomMoeShape{20, 12, 9, 4}, 1};
+  const RandomTokens tokens{moe, 30, DType::kFloat32, 2};
+  LinkedRanks::Options options;
+  // What would have to pass otherwise.
+  options.group.form_timeout = absl::Minutes(5);
+  options.group.teardown_timeout = absl::Minutes(5);
+  LinkedRanks ranks(*moe.source, options);
+  RemoteExpertGroup& group = ranks.group();
+  StepChoices choices;
+  choices.strategy = DispatchMode::kAllToAll;
+  for (int round = 0; round < 40; ++round) {
+    SCOPED_TRACE(round);
+    const uint64_t epoch = group.epoch();
+    std::vector<std::vector<std::byte>> memory;
+    absl::StatusOr<GroupStep> step = MakeStep(group, moe, tokens, choices, &memory);
+    ASSERT_TRUE(step.ok()) << step.status();
+    step->plan.slices[1].pair_local_expert[0] = 99;  // ends the epoch
+    EXPECT_FALSE(group.RunStep(*std::move(step), false, SteadyNow() + absl::Minutes(1)).ok());
+    // Seen too late, some of them stand.
+    while (group.epoch() <= epoch && !group.CheckForming(group.incarnation(), epoch + 1).ok()) {
+    }
+    // More or less of the forming has been done by then.
+    for (int i = 0; i < round; ++i) std::this_thread::yield();
+    group.OnEpochReady(group.Members()[0].member_id, epoch + 1,
+                       absl::UnknownError("says the test"));
+    ASSERT_TRUE(ranks.AwaitEpochAfter(epoch));
+  }
+  const auto outputs = RunTokens(group, moe, tokens, choices);
+  EXPECT_TRUE(outputs.ok()) << outputs.status();
 }
 
 TEST_F(RankLinkTest, ARankThatGetsNoThreadsJoinsAgainUntilItDoes) {
