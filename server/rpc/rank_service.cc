@@ -13,6 +13,7 @@
 #include "server/ops/call_error.h"
 #include "server/ops/logging.h"
 #include "server/rpc/rank_stream.h"
+#include "server/rpc/rendezvous_quota.h"
 #include "server/rpc/status_mapping.h"
 
 namespace expertmesh {
@@ -20,8 +21,6 @@ namespace {
 
 constexpr int kHeartbeatsPerTimeout = 5;
 constexpr size_t kMaxShownBytes = 128;  // of a text that people see
-constexpr size_t kMaxKeyBytes = 256;
-constexpr size_t kMaxValueBytes = 64 << 10;
 
 RankOffer OfferOf(const v1::JoinRequest& request) {
   RankOffer offer;
@@ -103,7 +102,8 @@ using RankServiceBase =
 
 class RankServiceImpl final : public RankServiceBase {
  public:
-  explicit RankServiceImpl(RankServiceOptions options) : options_(std::move(options)) {}
+  explicit RankServiceImpl(RankServiceOptions options)
+      : options_(std::move(options)), quota_(options_.group->ep_size()) {}
 
   grpc::ServerUnaryReactor* Join(grpc::CallbackServerContext* context,
                                  const v1::JoinRequest* request,
@@ -153,15 +153,10 @@ class RankServiceImpl final : public RankServiceBase {
                                      const v1::StoreSetRequest* request,
                                      v1::StoreSetResponse* /*response*/) override {
     absl::Status status = CheckPeer(*context);
-    if (status.ok() && request->key().size() > kMaxKeyBytes) {
-      status = InvalidFieldError("key", absl::StrCat(request->key().size(), " bytes"),
-                                 absl::StrCat("at most ", kMaxKeyBytes));
-    }
-    if (status.ok() && request->value().size() > kMaxValueBytes) {
-      status = InvalidFieldError("value", absl::StrCat(request->value().size(), " bytes"),
-                                 absl::StrCat("at most ", kMaxValueBytes));
-    }
     if (status.ok()) status = group().CheckForming(request->incarnation(), request->epoch());
+    if (status.ok()) {
+      status = quota_.AdmitSet(request->epoch(), request->key(), request->value());
+    }
     if (status.ok()) {
       status = group().rendezvous().Set(
           RendezvousKey(request->incarnation(), request->epoch(), request->key()),
@@ -177,9 +172,10 @@ class RankServiceImpl final : public RankServiceBase {
   grpc::ServerUnaryReactor* StoreGet(grpc::CallbackServerContext* context,
                                      const v1::StoreGetRequest* request,
                                      v1::StoreGetResponse* response) override {
-    if (const absl::Status status = CheckPeer(*context); !status.ok()) {
-      return Answer(context, status);
-    }
+    absl::Status status = CheckPeer(*context);
+    if (status.ok()) status = group().CheckForming(request->incarnation(), request->epoch());
+    if (status.ok()) status = quota_.AdmitGet(request->epoch(), request->key());
+    if (!status.ok()) return Answer(context, status);
     return StoreGetReactor::Start(&group(), *request, response);
   }
 
@@ -218,6 +214,7 @@ class RankServiceImpl final : public RankServiceBase {
   }
 
   const RankServiceOptions options_;
+  RendezvousQuota quota_;
 };
 
 }  // namespace
