@@ -52,7 +52,7 @@ struct Sm90Float8Operands {
 // added in one order whatever the tile.
 template <class Operands, int kTileRows, class Schedule, int kClusterSize>
 class Sm90GroupedGemm {
- private:
+ public:
   using Element = typename Operands::Element;
   using TileShape = cute::Shape<cute::Int<kSm90TileWeightRows>, cute::Int<kTileRows>,
                                 cute::Int<Operands::kTileK>>;
@@ -70,6 +70,7 @@ class Sm90GroupedGemm {
       cutlass::gemm::collective::StageCountAutoCarveout<kReservedBytes>, Schedule>::CollectiveOp;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<ProblemShape, Mainloop, Epilogue>;
 
+ private:
   static constexpr int kMaxSharedBytes = 227 << 10;
   static_assert(Kernel::SharedStorageSize <= kMaxSharedBytes);
   // The arrays of LaunchWriteGemmGroups are what the kernel reads.
@@ -134,6 +135,24 @@ class Sm90GroupedGemm {
     return cudaLaunchKernelEx(&config, cutlass::device_kernel<Kernel>, kernel_params);
   }
 };
+
+// The instances: each costs 10 to 30 s of compiling. What each is for says GemmTile; float16
+// checkpoints are rare, so they make do with one tile for decode and one for prefill, and float8's
+// second set of accumulators leaves no registers for 256 rows.
+template <class Operands>
+using Sm90Rows16 = Sm90GroupedGemm<Operands, 16, typename Operands::Cooperative, 1>;
+template <class Operands>
+using Sm90Rows64 = Sm90GroupedGemm<Operands, 64, typename Operands::Cooperative, 1>;
+// Two tiles in flight: one is stored while the other is multiplied.
+template <class Operands>
+using Sm90Rows128PingPong = Sm90GroupedGemm<Operands, 128, typename Operands::PingPong, 1>;
+template <class Operands>
+using Sm90Rows128 = Sm90GroupedGemm<Operands, 128, typename Operands::Cooperative, 1>;
+template <class Operands>
+using Sm90Rows256 = Sm90GroupedGemm<Operands, 256, typename Operands::Cooperative, 2>;
+
+using Sm90BFloat16 = Sm90PlainOperands<cutlass::bfloat16_t, __nv_bfloat16>;
+using Sm90Float16 = Sm90PlainOperands<cutlass::half_t, __half>;
 
 }  // namespace expertmesh
 

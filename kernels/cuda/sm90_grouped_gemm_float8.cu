@@ -5,17 +5,15 @@ namespace expertmesh {
 
 cudaError_t LaunchSm90Float8(const CudaGroupedGemmParams& params, const Sm90GemmLaunch& launch,
                              int multiprocessors, cudaStream_t stream) {
-  using Operands = Sm90Float8Operands;
   switch (launch.tile) {
     case GemmTile::kRows16:
-      return Sm90GroupedGemm<Operands, 16, Operands::Cooperative, 1>::Launch(
-          params, launch, multiprocessors, stream);
+      return Sm90Rows16<Sm90Float8Operands>::Launch(params, launch, multiprocessors, stream);
     case GemmTile::kRows64:
-      return Sm90GroupedGemm<Operands, 64, Operands::Cooperative, 1>::Launch(
-          params, launch, multiprocessors, stream);
+      return Sm90Rows64<Sm90Float8Operands>::Launch(params, launch, multiprocessors, stream);
+    case GemmTile::kRows128:
+      return Sm90Rows128<Sm90Float8Operands>::Launch(params, launch, multiprocessors, stream);
     default:
-      return Sm90GroupedGemm<Operands, 128, Operands::Cooperative, 1>::Launch(
-          params, launch, multiprocessors, stream);
+      return cudaErrorInvalidValue;
   }
 }
 
