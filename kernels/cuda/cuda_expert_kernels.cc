@@ -9,7 +9,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/base/checked_math.h"
-#include "kernels/cuda/add_expert_bias.h"
 #include "kernels/cuda/cuda_expert_weights.h"
 #include "kernels/cuda/cuda_status.h"
 #include "kernels/cuda/gated_activation.h"
@@ -38,10 +37,9 @@ struct FfnLaunch {
   std::vector<int64_t> expert_offsets;
   std::vector<int32_t> expert_num_tokens;
   CudaGroupedGemmParams gate_up;
-  CudaGatedActivationParams activation;  // unless gate_up goes through it itself
+  CudaGatedActivationParams activation;  // unless gate_up does it
   CudaGroupedGemmParams down;
-  CudaAddExpertBiasParams down_bias;          // .bias null: none
-  std::shared_ptr<CudaUpload> layout_upload;  // null: no kernel asks for a row's expert
+  std::shared_ptr<CudaUpload> layout_upload;  // null: no kernel asks which rows exist
 };
 
 absl::Status Run(const FfnLaunch& launch, cudaStream_t stream, int32_t device_index) {
@@ -57,10 +55,7 @@ absl::Status Run(const FfnLaunch& launch, cudaStream_t stream, int32_t device_in
                         device_index);
     if (!status.ok()) return status;
   }
-  status =
-      CudaStatus(LaunchGroupedGemm(launch.down, stream), "LaunchGroupedGemm of w2", device_index);
-  if (!status.ok() || launch.down_bias.bias == nullptr) return status;
-  return CudaStatus(LaunchAddExpertBias(launch.down_bias, stream), "LaunchAddExpertBias",
+  return CudaStatus(LaunchGroupedGemm(launch.down, stream), "LaunchGroupedGemm of w2",
                     device_index);
 }
 
@@ -103,8 +98,9 @@ class CudaExpertKernels : public ExpertKernels {
  private:
   // Null when there are no rows.
   absl::StatusOr<std::unique_ptr<FfnLaunch>> Plan(const GroupedFfnParams& params) const;
-  absl::Status PlanMemory(const GroupedFfnParams& params, int64_t num_rows,
-                          FfnLaunch& launch) const;
+  // Memory of the intermediate rows, and who fills it.
+  absl::Status PlanIntermediate(const GroupedFfnParams& params, int64_t num_rows,
+                                FfnLaunch& launch) const;
   absl::Status PlanLayout(const GroupedFfnParams& params, int64_t num_rows,
                           FfnLaunch& launch) const;
 
@@ -150,55 +146,62 @@ absl::StatusOr<std::unique_ptr<FfnLaunch>> CudaExpertKernels::Plan(
   gate_up.weight_dtype = shape_.weight_dtype;
   gate_up.n = 2 * shape_.intermediate_size;
   gate_up.k = shape_.hidden_size;
-  gate_up.fuse_silu_mul = weights_->is_activation_fused();
+  gate_up.bias = weights_->w13_bias();
+  launch->down = gate_up;
 
-  if (absl::Status status = PlanMemory(params, num_rows, *launch); !status.ok()) return status;
+  if (absl::Status status = PlanIntermediate(params, num_rows, *launch); !status.ok()) {
+    return status;
+  }
   if (absl::Status status = PlanLayout(params, num_rows, *launch); !status.ok()) return status;
 
-  launch->down = gate_up;
-  launch->down.fuse_silu_mul = false;
-  launch->down.rows = gate_up.fuse_silu_mul ? gate_up.output : launch->activation.output;
-  launch->down.output_dtype = DType::kFloat32;
-  launch->down.weights = weights_->w2();
-  launch->down.n = shape_.hidden_size;
-  launch->down.k = shape_.intermediate_size;
-  launch->down.output = params.output;
+  CudaGroupedGemmParams& down = launch->down;
+  down.weights = weights_->w2();
+  down.n = shape_.hidden_size;
+  down.k = shape_.intermediate_size;
+  down.bias = weights_->w2_bias();
+  down.output = params.output;
+  down.output_dtype = DType::kFloat32;
   return launch;
 }
 
-absl::Status CudaExpertKernels::PlanMemory(const GroupedFfnParams& params, int64_t num_rows,
-                                           FfnLaunch& launch) const {
+absl::Status CudaExpertKernels::PlanIntermediate(const GroupedFfnParams& params, int64_t num_rows,
+                                                 FfnLaunch& launch) const {
   const std::optional<int64_t> gate_up_bytes =
       CheckedSizeProduct({num_rows, 2, shape_.intermediate_size, int64_t{sizeof(float)}});
   if (!gate_up_bytes) {
     return absl::ResourceExhaustedError(
         absl::StrCat("intermediate rows of ", num_rows, " rows overflow 64 bits"));
   }
-  const int64_t intermediate_bytes =
-      num_rows * shape_.intermediate_size * DTypeBytes(params.activation_dtype);
   const int64_t workspace_bytes = GroupedGemmWorkspaceBytes(shape_.num_local_experts);
-  const bool is_fused = launch.gate_up.fuse_silu_mul;
-  absl::StatusOr<std::byte*> gate_up = params.arena->Allocate(is_fused ? 0 : *gate_up_bytes);
-  if (!gate_up.ok()) return gate_up.status();
-  absl::StatusOr<std::byte*> intermediate = params.arena->Allocate(intermediate_bytes);
+  absl::StatusOr<std::byte*> intermediate = params.arena->Allocate(
+      num_rows * shape_.intermediate_size * DTypeBytes(params.activation_dtype));
   if (!intermediate.ok()) return intermediate.status();
   absl::StatusOr<std::byte*> workspace =
       params.arena->Allocate(workspace_bytes + kWorkspaceAlignment);
   if (!workspace.ok()) return workspace.status();
-  launch.gate_up.output = is_fused ? *intermediate : *gate_up;
-  launch.gate_up.output_dtype = is_fused ? params.activation_dtype : DType::kFloat32;
-  launch.gate_up.workspace_bytes = workspace_bytes;
-  launch.gate_up.workspace = reinterpret_cast<std::byte*>(
+  CudaGroupedGemmParams& gate_up = launch.gate_up;
+  launch.down.workspace_bytes = gate_up.workspace_bytes = workspace_bytes;
+  launch.down.workspace = gate_up.workspace = reinterpret_cast<std::byte*>(
       (reinterpret_cast<uintptr_t>(*workspace) + kWorkspaceAlignment - 1) / kWorkspaceAlignment *
       kWorkspaceAlignment);
+  launch.down.rows = *intermediate;
+  if (weights_->is_fused()) {
+    gate_up.fuse_silu_mul = true;
+    gate_up.output = *intermediate;
+    gate_up.output_dtype = params.activation_dtype;
+    return absl::OkStatus();
+  }
+  absl::StatusOr<std::byte*> gate_up_rows = params.arena->Allocate(*gate_up_bytes);
+  if (!gate_up_rows.ok()) return gate_up_rows.status();
+  gate_up.output = *gate_up_rows;
+  gate_up.output_dtype = DType::kFloat32;
   CudaGatedActivationParams& activation = launch.activation;
-  activation.gate_up = *gate_up;
+  activation.gate_up = *gate_up_rows;
   activation.gate_up_dtype = DType::kFloat32;
   activation.intermediate_size = shape_.intermediate_size;
   activation.activation = ActivationOf(shape_.activation);
   activation.alpha = shape_.swiglu_alpha;
   activation.limit = shape_.swiglu_limit;
-  activation.bias = weights_->w13_bias();
   activation.output = *intermediate;
   activation.output_dtype = params.activation_dtype;
   return absl::OkStatus();
@@ -206,32 +209,20 @@ absl::Status CudaExpertKernels::PlanMemory(const GroupedFfnParams& params, int64
 
 absl::Status CudaExpertKernels::PlanLayout(const GroupedFfnParams& params, int64_t num_rows,
                                            FfnLaunch& launch) const {
-  RowLayout layout;
+  RowLayout& layout = launch.activation.layout;
   layout.num_rows = num_rows;
   layout.num_local_experts = shape_.num_local_experts;
-  const bool batched = params.format == ActivationFormat::kBatched;
-  if (batched) layout.max_rows_per_expert = params.max_rows_per_expert;
-  const bool has_bias = weights_->w13_bias() != nullptr || weights_->w2_bias() != nullptr;
-  if (has_bias || (batched && !launch.gate_up.fuse_silu_mul)) {
-    launch.layout_upload = std::make_shared<CudaUpload>(allocators_);
-    CudaUpload& upload = *launch.layout_upload;
-    const int64_t at = upload.Reserve(
-        static_cast<int64_t>(batched ? launch.expert_num_tokens.size() * sizeof(int32_t)
-                                     : launch.expert_offsets.size() * sizeof(int64_t)));
-    if (absl::Status status = upload.Allocate(); !status.ok()) return status;
-    if (batched) {
-      upload.Fill<int32_t>(at, launch.expert_num_tokens);
-      layout.expert_num_tokens = upload.device<int32_t>(at);
-    } else {
-      upload.Fill<int64_t>(at, launch.expert_offsets);
-      layout.expert_offsets = upload.device<int64_t>(at);
-    }
+  if (params.format != ActivationFormat::kBatched || launch.gate_up.fuse_silu_mul) {
+    return absl::OkStatus();
   }
-  launch.activation.layout = layout;
-  launch.down_bias.layout = layout;
-  launch.down_bias.num_columns = shape_.hidden_size;
-  launch.down_bias.bias = weights_->w2_bias();
-  launch.down_bias.rows = params.output;
+  layout.max_rows_per_expert = params.max_rows_per_expert;
+  launch.layout_upload = std::make_shared<CudaUpload>(allocators_);
+  CudaUpload& upload = *launch.layout_upload;
+  const int64_t at =
+      upload.Reserve(static_cast<int64_t>(launch.expert_num_tokens.size() * sizeof(int32_t)));
+  if (absl::Status status = upload.Allocate(); !status.ok()) return status;
+  upload.Fill<int32_t>(at, launch.expert_num_tokens);
+  layout.expert_num_tokens = upload.device<int32_t>(at);
   return absl::OkStatus();
 }
 

@@ -6,24 +6,17 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/base/checked_math.h"
 #include "kernels/cuda/cuda_status.h"
-#include "kernels/cuda/grouped_gemm.h"
 #include "kernels/cuda/verified_upload.h"
 
 namespace expertmesh {
 namespace {
 
-// A fused product takes that many columns of the gate, then as many of the up.
-constexpr int64_t kFusedColumns = 8;
-
-struct MatrixRow {
-  const WeightMatrix& matrix;
-  int64_t row;
-};
-
+// One row of a [*, num_columns] matrix, without gaps.
 template <class Element>
 void PackRow(const WeightMatrix& matrix, int64_t row, int64_t num_columns, std::byte* packed) {
   constexpr int64_t kBytes = static_cast<int64_t>(sizeof(Element));
@@ -82,78 +75,64 @@ absl::StatusOr<std::unique_ptr<CudaExpertWeights>> CudaExpertWeights::Create(
   return weights;
 }
 
+bool CudaExpertWeights::is_fused() const {
+  return shape_.activation == Activation::kSiluMul && shape_.intermediate_size % 8 == 0;
+}
+
 int64_t CudaExpertWeights::size_bytes() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> lock(bias_mutex_);
   return w13_.size_bytes() + w2_.size_bytes() + w13_bias_.size_bytes() + w2_bias_.size_bytes();
-}
-
-bool CudaExpertWeights::is_activation_fused() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return is_activation_fused_.value_or(false);
-}
-
-absl::Status CudaExpertWeights::DecideOrder(const ExpertWeights& weights) {
-  const bool has_bias = weights.gate_bias != nullptr || weights.up_bias != nullptr;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (!is_activation_fused_.has_value()) {
-    is_activation_fused_ = shape_.activation == Activation::kSiluMul && !has_bias &&
-                           shape_.intermediate_size % kFusedColumns == 0;
-  }
-  if (!*is_activation_fused_ || !has_bias) return absl::OkStatus();
-  return absl::FailedPreconditionError(
-      "an expert with a gate or up bias after one without: load one with a bias first");
 }
 
 absl::Status CudaExpertWeights::Load(int32_t local_expert_id, const ExpertWeights& weights) {
   absl::Status status = CheckExpertWeights(local_expert_id, weights, shape_);
-  if (status.ok()) status = DecideOrder(weights);
   if (!status.ok()) return status;
   const int64_t element_bytes = DTypeBytes(shape_.weight_dtype);
   const int64_t matrix_bytes = shape_.hidden_size * shape_.intermediate_size * element_bytes;
   VerifiedUploadParams upload;
   upload.allocators = allocators_;
   upload.streams = streams_.get();
-  // row(r): the matrix and the row of it that comes to stand in row r.
-  const auto load = [&](int64_t num_rows, int64_t num_columns, std::byte* to, auto row) {
+  // `find_row(row)`: the matrix and its row that lie there.
+  const auto load = [&](int64_t num_rows, int64_t num_columns, std::byte* to, auto find_row) {
     upload.to = to;
     upload.num_rows = num_rows;
     upload.row_bytes = num_columns * element_bytes;
     return UploadVerified(upload, [&](int64_t first_row, int64_t count, std::byte* memory) {
-      for (int64_t r = first_row; r < first_row + count; ++r, memory += upload.row_bytes) {
-        const auto [matrix, matrix_row] = row(r);
+      for (int64_t row = first_row; row < first_row + count; ++row) {
+        const auto [matrix, matrix_row] = find_row(row);
         if (element_bytes == 2) {
-          PackRow<uint16_t>(matrix, matrix_row, num_columns, memory);
+          PackRow<uint16_t>(*matrix, matrix_row, num_columns, memory);
         } else {
-          PackRow<float>(matrix, matrix_row, num_columns, memory);
+          PackRow<float>(*matrix, matrix_row, num_columns, memory);
         }
+        memory += upload.row_bytes;
       }
     });
   };
   const int64_t hidden = shape_.hidden_size;
   const int64_t intermediate = shape_.intermediate_size;
-  const bool is_fused = is_activation_fused();
-  std::byte* const w13 = w13_.data() + 2 * local_expert_id * matrix_bytes;
-  status = load(2 * intermediate, hidden, w13, [&](int64_t r) -> MatrixRow {
-    if (!is_fused) {
-      return r < intermediate ? MatrixRow{weights.gate, r}
-                              : MatrixRow{weights.up, r - intermediate};
-    }
-    // The inverse of GateWeightRow and UpWeightRow.
-    const int64_t i = r / 16 * 8 + r % 8;
-    return {r == GateWeightRow(i) ? weights.gate : weights.up, i};
-  });
+  std::vector<std::pair<const WeightMatrix*, int64_t>> w13_rows(
+      static_cast<size_t>(2 * intermediate));
+  for (int64_t i = 0; i < intermediate; ++i) {
+    w13_rows[static_cast<size_t>(GateRow(i))] = {&weights.gate, i};
+    w13_rows[static_cast<size_t>(UpRow(i))] = {&weights.up, i};
+  }
+  status = load(2 * intermediate, hidden, w13_.data() + 2 * local_expert_id * matrix_bytes,
+                [&](int64_t row) { return w13_rows[static_cast<size_t>(row)]; });
   if (status.ok()) {
     status = load(hidden, intermediate, w2_.data() + local_expert_id * matrix_bytes,
-                  [&](int64_t r) -> MatrixRow {
-                    return {weights.down, r};
-                  });
+                  [&](int64_t row) { return std::pair(&weights.down, row); });
   }
   const int64_t num_experts = shape_.num_local_experts;
-  const int64_t first = 2 * local_expert_id * intermediate;
-  const int64_t total = 2 * num_experts * intermediate;
-  if (status.ok()) status = LoadBias(weights.gate_bias, first, intermediate, total, &w13_bias_);
-  if (status.ok()) {
-    status = LoadBias(weights.up_bias, first + intermediate, intermediate, total, &w13_bias_);
+  if (status.ok() && (weights.gate_bias != nullptr || weights.up_bias != nullptr)) {
+    std::vector<float> bias(static_cast<size_t>(2 * intermediate), 0.0f);
+    for (int64_t i = 0; i < intermediate; ++i) {
+      if (weights.gate_bias != nullptr)
+        bias[static_cast<size_t>(GateRow(i))] = weights.gate_bias[i];
+      if (weights.up_bias != nullptr) bias[static_cast<size_t>(UpRow(i))] = weights.up_bias[i];
+    }
+    status = LoadBias(bias.data(), 2 * local_expert_id * intermediate, 2 * intermediate,
+                      2 * num_experts * intermediate, &w13_bias_);
   }
   if (status.ok()) {
     status = LoadBias(weights.down_bias, local_expert_id * hidden, hidden, num_experts * hidden,
@@ -171,7 +150,7 @@ absl::Status CudaExpertWeights::LoadBias(const float* bias, int64_t first, int64
   upload.allocators = allocators_;
   upload.streams = streams_.get();
   upload.row_bytes = sizeof(float);
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> lock(bias_mutex_);
   if (biases->empty()) {
     absl::StatusOr<Buffer> memory =
         allocators_.device->Allocate(total_count * int64_t{sizeof(float)});

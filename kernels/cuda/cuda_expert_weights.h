@@ -5,14 +5,14 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
-#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/base/buffer.h"
 #include "kernels/cuda/cuda_stream.h"
 #include "kernels/cuda/cuda_upload.h"
+#include "kernels/cuda/grouped_gemm.h"
 #include "kernels/expert_kernels.h"
 
 namespace expertmesh {
@@ -20,7 +20,8 @@ namespace expertmesh {
 // The experts of one layer in the memory of a GPU, row-major:
 //   w13 [num_local_experts, 2 * intermediate_size, hidden_size]   gate rows, then up rows; or,
 //   where
-//       the activation runs within the product, as GateWeightRow and UpWeightRow say
+//       the first product can do the activation itself, as CudaGroupedGemmParams wants them for
+//       that
 //   w2  [num_local_experts, hidden_size, intermediate_size]
 // Different experts may be loaded from different threads.
 class CudaExpertWeights {
@@ -34,13 +35,12 @@ class CudaExpertWeights {
       std::shared_ptr<CudaStreamPool> streams);
 
   // Packs one expert through pinned memory, copies every byte back and compares: DATA_LOSS when it
-  // came out another. Blocking. The first expert decides on the order of w13: FAILED_PRECONDITION
-  // for a gate or up bias after one that had none, where that makes a difference.
+  // came out another. Blocking.
   absl::Status Load(int32_t local_expert_id, const ExpertWeights& weights);
 
+  // Whether w13 and its biases lie as a fused product wants them: a matter of the shape alone.
+  bool is_fused() const;
   int64_t size_bytes() const;  // on the device, biases included
-  // The product with w13 goes through the activation: silu without biases, whole vectors.
-  bool is_activation_fused() const;
   const std::byte* w13() const { return w13_.data(); }
   const std::byte* w2() const { return w2_.data(); }
   // [num_local_experts, 2 * intermediate_size] and [num_local_experts, hidden_size], zeros where an
@@ -49,11 +49,15 @@ class CudaExpertWeights {
   const float* w2_bias() const { return reinterpret_cast<const float*>(w2_bias_.data()); }
 
  private:
+  int64_t GateRow(int64_t i) const { return is_fused() ? GateWeightRow(i) : i; }
+  int64_t UpRow(int64_t i) const {
+    return is_fused() ? UpWeightRow(i) : shape_.intermediate_size + i;
+  }
+
   CudaExpertWeights(const ExpertLayerShape& shape, const CudaAllocators& allocators,
                     std::shared_ptr<CudaStreamPool> streams)
       : shape_(shape), allocators_(allocators), streams_(std::move(streams)) {}
 
-  absl::Status DecideOrder(const ExpertWeights& weights);
   absl::Status LoadBias(const float* bias, int64_t first, int64_t count, int64_t total_count,
                         Buffer* biases);
 
@@ -62,8 +66,7 @@ class CudaExpertWeights {
   const std::shared_ptr<CudaStreamPool> streams_;
   Buffer w13_;
   Buffer w2_;
-  mutable std::mutex mutex_;  // guards what follows
-  std::optional<bool> is_activation_fused_;
+  mutable std::mutex bias_mutex_;
   Buffer w13_bias_;
   Buffer w2_bias_;
 };

@@ -39,6 +39,8 @@ struct CudaGroupedGemmParams {
   // Both for float8, else null.
   const float* row_scales = nullptr;     // shaped as rows, [..., ceil(k / kGemmScaleBlock)]
   const float* weight_scales = nullptr;  // [num_experts, ceil(n / block), ceil(k / block)]
+  // [num_experts, n], in the order of the weight rows, or null: added to the sums in float32.
+  const float* bias = nullptr;
   // The product goes through silu(gate) * up before it is rounded and stored: output is
   // [..., n / 2]. Rows of `weights` then lie as GateWeightRow and UpWeightRow say, and n is a
   // multiple of 16.

@@ -140,8 +140,11 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) {
         const int64_t j_column = column + thread_column + j * kThreadsAcross;
-        const float value = kScaled ? totals[i][j] : sums[i][j];
+        float value = kScaled ? totals[i][j] : sums[i][j];
         const bool exists = i_row < group.num_rows && j_column < gemm.n;
+        if (gemm.bias != nullptr && j_column < gemm.n) {
+          value = __fadd_rn(value, gemm.bias[int64_t{group.expert} * gemm.n + j_column]);
+        }
         if (!gemm.fuse_silu_mul) {
           if (exists) StoreOutput(gemm, (group.first_row + i_row) * gemm.n + j_column, value);
           continue;

@@ -99,6 +99,7 @@ class Sm90GroupedGemm {
     }
     arguments.epilogue.groups = arrays.groups;
     arguments.epilogue.output = params.output;
+    arguments.epilogue.bias = params.bias;
     arguments.epilogue.fuse_silu_mul = params.fuse_silu_mul;
     // Without shapes on the host the scheduler starts one block per multiprocessor that it is told.
     const int64_t blocks = (launch.max_tiles + kClusterSize - 1) / kClusterSize * kClusterSize;

@@ -35,6 +35,7 @@ class Sm90RowEpilogue {
   struct Arguments {
     const GemmGroup* groups = nullptr;
     void* output = nullptr;
+    const float* bias = nullptr;  // [num_experts, weight rows] or null
     bool fuse_silu_mul = false;
   };
   using Params = Arguments;
@@ -69,7 +70,13 @@ class Sm90RowEpilogue {
     const int weight_rows = cute::get<0>(problem_shape);
     const int num_rows = cute::get<1>(problem_shape);
     const int group_index = cute::get<3>(block_coord);
-    const int64_t first_row = params_.groups[group_index].first_row;
+    const GemmGroup group = params_.groups[group_index];
+    const float* bias = params_.bias == nullptr
+                            ? nullptr
+                            : params_.bias + static_cast<int64_t>(group.expert) * weight_rows;
+    const auto biased = [bias](float sum, int weight_row) {
+      return bias == nullptr ? sum : __fadd_rn(sum, __ldg(bias + weight_row));
+    };
     const auto tile =
         cute::local_tile(cute::make_identity_tensor(cute::make_shape(weight_rows, num_rows)),
                          cute::take<0, 2>(block_shape),
@@ -77,7 +84,7 @@ class Sm90RowEpilogue {
     const auto coords = tiled_mma.get_thread_slice(thread_index).partition_C(tile);
     CUTE_STATIC_ASSERT_V(cute::size(coords) == cute::size(accumulators));
     if (params_.fuse_silu_mul) {
-      Output* output = static_cast<Output*>(params_.output) + first_row * (weight_rows / 2);
+      Output* output = static_cast<Output*>(params_.output) + group.first_row * (weight_rows / 2);
       // A thread's values come as (2 rows, 2 weight rows that are 8 apart, ...).
       static_assert(cute::is_same_v<decltype(cute::shape<0, 0>(Layout{})), cute::Int<2>> &&
                     cute::is_same_v<decltype(cute::shape<0, 1>(Layout{})), cute::Int<2>>);
@@ -87,21 +94,22 @@ class Sm90RowEpilogue {
         const int weight_row = cute::get<0>(coords(i));
         const int row = cute::get<1>(coords(i));
         if (weight_row < weight_rows && row < num_rows) {
-          const float gate = accumulators(i);
+          const float gate = biased(accumulators(i), weight_row);
+          const float up = biased(accumulators(i + 2), weight_row + 8);
           output[static_cast<int64_t>(row) * (weight_rows / 2) + weight_row / 16 * 8 +
-                 weight_row % 8] =
-              FromFloat<Output>(__fmul_rn(SwishFloat(gate, gate), accumulators(i + 2)));
+                 weight_row % 8] = FromFloat<Output>(__fmul_rn(SwishFloat(gate, gate), up));
         }
       }
       return;
     }
-    float* output = static_cast<float*>(params_.output) + first_row * weight_rows;
+    float* output = static_cast<float*>(params_.output) + group.first_row * weight_rows;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < cute::size(accumulators); ++i) {
       const int weight_row = cute::get<0>(coords(i));
       const int row = cute::get<1>(coords(i));
       if (weight_row < weight_rows && row < num_rows) {
-        output[static_cast<int64_t>(row) * weight_rows + weight_row] = accumulators(i);
+        output[static_cast<int64_t>(row) * weight_rows + weight_row] =
+            biased(accumulators(i), weight_row);
       }
     }
   }

@@ -1,5 +1,6 @@
 #include "kernels/cuda/cuda_expert_kernels.h"
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -88,20 +89,27 @@ TEST_F(CudaExpertKernelsTest, AWeightThatArrivesAnotherIsFound) {
   EXPECT_TRUE(kernels->LoadExpert(1, layer.Weights(1)).ok());
 }
 
-// Without biases silu runs within the first product, which wants gate and up rows in turns: the
-// order cannot change once an expert lies in it.
-TEST_F(CudaExpertKernelsTest, ABiasAfterAnExpertWithoutOneIsRefused) {
+// What the activation runs in does not depend on biases, and an expert without any has zeros.
+TEST_F(CudaExpertKernelsTest, SomeExpertsHaveBiases) {
   const ExpertLayerShape shape = Shape(16, 8);
-  const RandomLayer with_biases(shape, /*with_biases=*/true, 3);
-  const RandomLayer without(shape, /*with_biases=*/false, 3);
-  CudaExpertKernelsDevice device;
-  const auto kernels = device.NewKernels(shape).value();
-  ASSERT_TRUE(kernels->LoadExpert(0, without.Weights(0)).ok());
-  EXPECT_EQ(kernels->LoadExpert(1, with_biases.Weights(1)).code(),
-            absl::StatusCode::kFailedPrecondition);
-  const auto others = device.NewKernels(shape).value();
-  ASSERT_TRUE(others->LoadExpert(0, with_biases.Weights(0)).ok());
-  EXPECT_TRUE(others->LoadExpert(1, without.Weights(1)).ok());
+  RandomLayer layer(shape, /*with_biases=*/true, 3);
+  std::fill_n(layer.reference.w13_bias.begin(), 2 * shape.intermediate_size, 0.0);
+  std::fill_n(layer.reference.w2_bias.begin(), shape.hidden_size, 0.0);
+  const RowsByExpert rows = RandomRows(shape, {3, 2, 0}, DType::kBFloat16, 4);
+  for (const bool is_first : {true, false}) {
+    CudaExpertKernelsDevice device;
+    const auto kernels = device.NewKernels(shape).value();
+    ExpertWeights without = layer.Weights(0);
+    without.gate_bias = without.up_bias = without.down_bias = nullptr;
+    if (is_first) ASSERT_TRUE(kernels->LoadExpert(0, without).ok());
+    ASSERT_TRUE(kernels->LoadExpert(1, layer.Weights(1)).ok());
+    ASSERT_TRUE(kernels->LoadExpert(2, layer.Weights(2)).ok());
+    if (!is_first) ASSERT_TRUE(kernels->LoadExpert(0, without).ok());
+    ExpectNearReference(layer, rows,
+                        RunFfn(*kernels, rows, DType::kBFloat16, ActivationFormat::kContiguous,
+                               {device.allocator(), device.stream()}),
+                        DType::kBFloat16);
+  }
 }
 
 TEST_F(CudaExpertKernelsTest, ALostDeviceEndsLoading) {

@@ -45,6 +45,7 @@ struct GemmCase {
   Form form = Form::kContiguous;
   std::optional<GemmTile> tile;
   bool fuse_silu_mul = false;
+  bool with_bias = false;
 };
 
 // A random product on the test device and what it should give.
@@ -68,6 +69,11 @@ class Gemm {
       for (float& value : weight_scales_) value = scale(random);
     }
     num_rows_ = num_rows;
+    if (c.with_bias) {
+      for (const double value : RandomValues(random, num_experts() * c.n, 3.0, DType::kFloat32)) {
+        bias_.push_back(static_cast<float>(value));
+      }
+    }
   }
 
   int64_t num_experts() const { return static_cast<int64_t>(case_.tokens.size()); }
@@ -111,6 +117,8 @@ class Gemm {
     params.output_dtype = case_.output_dtype;
     params.tile = case_.tile;
     params.fuse_silu_mul = case_.fuse_silu_mul;
+    const DeviceBytes bias = DeviceCopy(bias_);
+    if (case_.with_bias) params.bias = bias.As<float>();
     uses_tensor_cores_ = GroupedGemmUsesTensorCores(params);
     const uintptr_t address = reinterpret_cast<uintptr_t>(workspace.data());
     params.workspace = workspace.data() + (256 - address % 256) % 256;
@@ -219,6 +227,11 @@ class Gemm {
       sum.exact += product;
       magnitude += std::abs(product);
     }
+    if (case_.with_bias) {
+      const double bias = static_cast<double>(bias_[static_cast<size_t>(weight_row)]);
+      sum.exact += bias;
+      magnitude += std::abs(bias);
+    }
     sum.bound = magnitude * sum_bound;
     return sum;
   }
@@ -241,6 +254,7 @@ class Gemm {
   std::vector<std::byte> weights_;
   std::vector<float> row_scales_;
   std::vector<float> weight_scales_;
+  std::vector<float> bias_;
 };
 
 void RunAndCheck(const GemmCase& c, uint64_t seed) {
@@ -305,6 +319,18 @@ TEST(GroupedGemmTest, Float8WithBlockScales) {
   }
 }
 
+TEST(GroupedGemmTest, Bias) {
+  uint64_t seed = 230;
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat8E4M3}) {
+    for (const Form form : {Form::kContiguous, Form::kBatched, Form::kMasked}) {
+      GemmCase c = {dtype, dtype, DType::kFloat32, 200, 128, {3, 0, 17}, form};
+      c.with_bias = true;
+      RunAndCheck(c, ++seed);
+      if (testing::Test::HasFatalFailure()) return;
+    }
+  }
+}
+
 TEST(GroupedGemmTest, FusedSiluMul) {
   uint64_t seed = 250;
   for (const DType dtype :
@@ -315,6 +341,7 @@ TEST(GroupedGemmTest, FusedSiluMul) {
         const int64_t k = dtype == DType::kFloat8E4M3 ? 128 : 40;
         GemmCase c = {dtype, dtype, output_dtype, n, k, {3, 0, 17}, form};
         c.fuse_silu_mul = true;
+        c.with_bias = seed % 3 == 0;
         RunAndCheck(c, ++seed);
         if (testing::Test::HasFatalFailure()) return;
       }

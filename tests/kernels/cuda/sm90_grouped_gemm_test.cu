@@ -70,6 +70,8 @@ TYPED_TEST(Sm90GroupedGemmTest, ArgumentsNameTheWorkspacesArrays) {
   CudaGroupedGemmParams params;
   params.output = &bytes;
   params.fuse_silu_mul = true;
+  const float bias = 0;
+  params.bias = &bias;
   Sm90GemmLaunch launch;
   launch.arrays = GemmGroupArraysAt(memory.data(), 7, &bytes);
   launch.num_groups = 5;
@@ -92,6 +94,7 @@ TYPED_TEST(Sm90GroupedGemmTest, ArgumentsNameTheWorkspacesArrays) {
       }
       EXPECT_EQ(arguments.epilogue.groups, launch.arrays.groups);
       EXPECT_EQ(arguments.epilogue.output, params.output);
+      EXPECT_EQ(arguments.epilogue.bias, params.bias);
       EXPECT_TRUE(arguments.epilogue.fuse_silu_mul);
       const int blocks = arguments.hw_info.sm_count;
       EXPECT_GE(blocks, kCluster);
