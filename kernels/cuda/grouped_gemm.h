@@ -20,10 +20,10 @@ inline constexpr int64_t kGemmScaleBlock = 128;
 //   output           float32, float16 or bfloat16
 struct CudaGroupedGemmParams {
   int32_t num_experts = 0;
-  //   contiguous: rows [expert_offsets[num_experts], k], those of expert e from expert_offsets[e]
-  //   on batched:    max_rows_per_expert > 0: rows [num_experts, max_rows_per_expert, k], of which
-  //   an
-  //               expert's rows from expert_num_tokens[e] on are neither read nor written
+  // contiguous: rows [expert_offsets[num_experts], k], those of expert e from expert_offsets[e] on
+  //
+  // batched (max_rows_per_expert > 0): rows [num_experts, max_rows_per_expert, k], of which an
+  // expert's rows from expert_num_tokens[e] on are neither read nor written
   const void* rows = nullptr;
   DType rows_dtype = DType::kInvalid;
   // Host, [num_experts + 1], ascending; contiguous. Read before the call returns.
@@ -62,10 +62,10 @@ inline constexpr int64_t UpWeightRow(int64_t i) { return GateWeightRow(i) + 8; }
 int64_t GroupedGemmWorkspaceBytes(int32_t num_experts);
 
 // Whether products run on the tensor cores, which depends on what a layer is, never on its rows:
-// element types (both float16, both bfloat16 or both float8; output float32 or, but for float8,
-// that type), n and k in whole 16-byte vectors (float8: whole scale blocks), a device and a build
-// for sm_90a. Else they run in float32 on the other cores. With tensor cores rows, weights and
-// output must be 16-byte aligned.
+// element types (both float16, both bfloat16 or both float8; output float32, or of a fused product
+// float16, bfloat16 and bfloat16), rows of whole 16-byte vectors (float8: whole scale blocks), a
+// device and a build for sm_90a. Else they run in float32 on the other cores. With tensor cores
+// rows, weights and output must be 16-byte aligned.
 bool GroupedGemmUsesTensorCores(const CudaGroupedGemmParams& params);
 
 // Enqueues the product on `stream`; not blocking. Local. Thread safe. Memory must live until the

@@ -141,15 +141,20 @@ void BenchTiles(const BenchContext& context, DType dtype, int64_t rows_per_exper
        {GemmTile::kRows16, GemmTile::kRows64, GemmTile::kRows128, GemmTile::kRows256}) {
     if (is_float8 && tile == GemmTile::kRows256) continue;
     ffn.set_tile(tile);
-    const double seconds =
-        SecondsPerLaunch(context.stream, [&] { return ffn.LaunchGateUp(context.stream); });
     const std::string name = "tile of " + std::to_string(GemmTileRows(tile)) +
                              " rows, E=32 rows=" + std::to_string(rows_per_expert) +
                              (is_float8 ? " fp8 gate_up" : " bf16 gate_up");
-    AddChecked(context,
-               rows_per_expert <= 64 ? ByteResult(context, name, ffn.gate_up_bytes(), seconds)
-                                     : FlopResult(context, name, ffn.gate_up_flop(), seconds),
-               ffn.GateUpError(), is_float8 ? kFloat8SumError : kSumError);
+    const auto result = [&](const std::string& what, double seconds) {
+      return rows_per_expert <= 64 ? ByteResult(context, what, ffn.gate_up_bytes(), seconds)
+                                   : FlopResult(context, what, ffn.gate_up_flop(), seconds);
+    };
+    const double plain =
+        SecondsPerLaunch(context.stream, [&] { return ffn.LaunchGateUp(context.stream); });
+    AddChecked(context, result(name, plain), ffn.GateUpError(),
+               is_float8 ? kFloat8SumError : kSumError);
+    const double fused =
+        SecondsPerLaunch(context.stream, [&] { return ffn.LaunchFusedGateUp(context.stream); });
+    context.table->Add(result(name + ", fused", fused));
   }
 }
 

@@ -90,6 +90,8 @@ cudaError_t ExpertFfn::LaunchW13(bool fused, cudaStream_t stream) {
 
 cudaError_t ExpertFfn::LaunchGateUp(cudaStream_t stream) { return LaunchW13(false, stream); }
 
+cudaError_t ExpertFfn::LaunchFusedGateUp(cudaStream_t stream) { return LaunchW13(true, stream); }
+
 cudaError_t ExpertFfn::LaunchActivation(cudaStream_t stream) {
   CudaGatedActivationParams activation;
   activation.gate_up = gate_up_->data();

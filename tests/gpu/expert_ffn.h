@@ -31,6 +31,7 @@ class ExpertFfn {
   // quantization) and down; fused, the first product does the activation itself, with w13's rows
   // taken as interleaved.
   cudaError_t LaunchGateUp(cudaStream_t stream);
+  cudaError_t LaunchFusedGateUp(cudaStream_t stream);  // the fused FFN's first product
   cudaError_t LaunchFfn(cudaStream_t stream);
   cudaError_t LaunchFusedFfn(cudaStream_t stream);
   // The two products as one cuBLAS call per expert with rows, bfloat16 alone.
