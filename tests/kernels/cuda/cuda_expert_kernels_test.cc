@@ -101,10 +101,10 @@ TEST_F(CudaExpertKernelsTest, SomeExpertsHaveBiases) {
     const auto kernels = device.NewKernels(shape).value();
     ExpertWeights without = layer.Weights(0);
     without.gate_bias = without.up_bias = without.down_bias = nullptr;
-    if (is_first) ASSERT_TRUE(kernels->LoadExpert(0, without).ok());
-    ASSERT_TRUE(kernels->LoadExpert(1, layer.Weights(1)).ok());
-    ASSERT_TRUE(kernels->LoadExpert(2, layer.Weights(2)).ok());
-    if (!is_first) ASSERT_TRUE(kernels->LoadExpert(0, without).ok());
+    for (const int32_t e :
+         is_first ? std::vector<int32_t>{0, 1, 2} : std::vector<int32_t>{2, 1, 0}) {
+      ASSERT_TRUE(kernels->LoadExpert(e, e == 0 ? without : layer.Weights(e)).ok());
+    }
     ExpectNearReference(layer, rows,
                         RunFfn(*kernels, rows, DType::kBFloat16, ActivationFormat::kContiguous,
                                {device.allocator(), device.stream()}),
