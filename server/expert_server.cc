@@ -87,7 +87,8 @@ absl::Status ExpertServer::Impl::MakeEngine() {
 }
 
 absl::Status ExpertServer::Impl::OpenNccl() {
-  if (options.ep_size == 1) return absl::OkStatus();
+  // A rank without peers needs none, but may be asked to try it.
+  if (options.ep_size == 1 && options.nccl_library.empty()) return absl::OkStatus();
   absl::StatusOr<std::shared_ptr<NcclFunctions>> nccl = OpenNcclOfThisBuild(options.nccl_library);
   if (!nccl.ok()) {
     return absl::Status(nccl.status().code(),

@@ -29,7 +29,7 @@ struct ExpertServerOptions {
   int num_threads = 0;  // 0: one for each core
   std::optional<CpuIsa> isa;
   // The GPU that computes instead of the CPU; then ranks exchange rows by NCCL, whose library is
-  // this file (empty: as OpenNcclLibrary).
+  // this file (empty: as OpenNcclLibrary, and with one rank none).
   std::shared_ptr<CudaDevice> device;
   std::string nccl_library;
   bool progress_on_terminal = false;

@@ -47,4 +47,5 @@ expect 0 "expertmesh-expert-server" expertmesh-expert-server --version
 expect 77 "no GPU" gpu_bench
 expect 0 "no GPU" kernels_cuda_gpu_test
 expect 0 "no GPU" server_comm_nccl_gpu_test
+expect 0 "no GPU" server_rank_gpu_test
 say "OK"

@@ -6,7 +6,7 @@
 #   --bundle FILE   of make_bundle.sh; default: the one that this script lies in, else build/expertmesh_gpu_bundle.tar.gz
 #   --out DIR       for results.json, table.txt and the logs (default: $OUT, else ./gpu_results)
 #   --nccl, --cublas   libnccl.so.2 and libcublas.so.13 (default: PyTorch's, or where the loader finds them)
-#   --only          of: facts start kernels nccl sanitizer serve bench
+#   --only          of: facts start kernels rank nccl sanitizer serve bench
 # Exit codes: 0 all passed, 1 something failed, 77 there is no GPU, 2 wrong arguments.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -136,6 +136,13 @@ kernels() {
   gtest "$code" "$log"
 }
 
+rank() {
+  local log=$scratch/rank.txt code
+  "$bin/server_rank_gpu_test" --gtest_brief=1 --gtest_output=json:"$out/logs/rank.json" 2>&1 | tee "$log"
+  code=${PIPESTATUS[0]}
+  gtest "$code" "$log"
+}
+
 nccl() {
   local log=$scratch/nccl.txt code
   NCCL_LIBRARY=$nccl NCCL_DEBUG=WARN "$bin/server_comm_nccl_gpu_test" \
@@ -239,10 +246,11 @@ PYTHON
 [[ -n "$cublas" ]] || cublas=$(find_library libcublas.so.13)
 echo "NCCL: ${nccl:-where the loader finds it}; cuBLAS: ${cublas:-where the loader finds it}"
 
-# 450 s in all at the very most.
+# 480 s in all at the very most.
 part facts 20 facts
 part start 10 start
 part kernels 80 kernels
+part rank 30 rank
 part nccl 30 nccl
 part serve 100 serve
 part bench 150 bench

@@ -7,39 +7,14 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "tests/conformance/expert_kernels_conformance.h"
+#include "tests/kernels/cpu/random_layer.h"
+#include "tests/kernels/cuda/cuda_test_rank.h"
 #include "tests/kernels/cuda/emulated_cuda_test.h"
 
 namespace expertmesh {
 namespace {
 
 using testing::HasSubstr;
-
-constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
-
-class CudaExpertKernelsDevice : public ExpertKernelsDevice {
- public:
-  absl::StatusOr<std::unique_ptr<ExpertKernels>> NewKernels(
-      const ExpertLayerShape& shape) override {
-    return NewCudaExpertKernels(shape, allocators_, streams_);
-  }
-  Stream& stream() override { return *stream_; }
-  Allocator& allocator() override { return *allocators_.device; }
-  const CudaAllocators& allocators() const { return allocators_; }
-
- private:
-  const CudaAllocators allocators_ = {std::make_shared<CudaAllocator>(CudaMemory::kDevice, 0),
-                                      std::make_shared<CudaAllocator>(CudaMemory::kPinnedHost, 0)};
-  const std::shared_ptr<CudaStreamPool> streams_ = std::make_shared<CudaStreamPool>(0);
-  const std::unique_ptr<CudaStream> stream_ = streams_->NewStream();
-};
-
-INSTANTIATE_TEST_SUITE_P(
-    Cuda, ExpertKernelsConformance,
-    testing::Combine(testing::Values(ExpertKernelsKind{
-                         "Cuda", [] { return std::make_unique<CudaExpertKernelsDevice>(); }}),
-                     testing::ValuesIn(kDTypes), testing::ValuesIn(kDTypes)),
-    ExpertKernelsParamName);
 
 class CudaExpertKernelsTest : public EmulatedCudaTest {
  protected:
@@ -56,7 +31,7 @@ class CudaExpertKernelsTest : public EmulatedCudaTest {
 };
 
 TEST_F(CudaExpertKernelsTest, TakesItsMemoryBeforeAnythingIsLoaded) {
-  CudaExpertKernelsDevice device;
+  CudaTestRank device;
   const auto kernels = device.NewKernels(Shape(512, 256)).value();
   EXPECT_EQ(kernels->weight_bytes(), 3 * 3 * 512 * 256 * 2);
   EXPECT_GE(CountEmulatedCuda().device_bytes, kernels->weight_bytes());
@@ -64,7 +39,7 @@ TEST_F(CudaExpertKernelsTest, TakesItsMemoryBeforeAnythingIsLoaded) {
 }
 
 TEST_F(CudaExpertKernelsTest, SaysWhatIsNeededAndFree) {
-  CudaExpertKernelsDevice device;
+  CudaTestRank device;
   const absl::Status status = device.NewKernels(Shape(4096, 1024)).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(std::string(status.message()),
@@ -78,7 +53,7 @@ TEST_F(CudaExpertKernelsTest, SaysWhatIsNeededAndFree) {
 TEST_F(CudaExpertKernelsTest, AWeightThatArrivesAnotherIsFound) {
   const ExpertLayerShape shape = Shape(2048, 1500);
   const RandomLayer layer(shape, /*with_biases=*/false, 3);
-  CudaExpertKernelsDevice device;
+  CudaTestRank device;
   const auto kernels = device.NewKernels(shape).value();
   for (const int64_t num_copies : {0, 1, 2, 3}) {
     CorruptEmulatedCopy(num_copies);
@@ -97,7 +72,7 @@ TEST_F(CudaExpertKernelsTest, SomeExpertsHaveBiases) {
   std::fill_n(layer.reference.w2_bias.begin(), shape.hidden_size, 0.0);
   const RowsByExpert rows = RandomRows(shape, {3, 2, 0}, DType::kBFloat16, 4);
   for (const bool is_first : {true, false}) {
-    CudaExpertKernelsDevice device;
+    CudaTestRank device;
     const auto kernels = device.NewKernels(shape).value();
     ExpertWeights without = layer.Weights(0);
     without.gate_bias = without.up_bias = without.down_bias = nullptr;
@@ -107,7 +82,7 @@ TEST_F(CudaExpertKernelsTest, SomeExpertsHaveBiases) {
     }
     ExpectNearReference(layer, rows,
                         RunFfn(*kernels, rows, DType::kBFloat16, ActivationFormat::kContiguous,
-                               {device.allocator(), device.stream()}),
+                               {*device.allocators.device, *device.stream}),
                         DType::kBFloat16);
   }
 }
@@ -115,7 +90,7 @@ TEST_F(CudaExpertKernelsTest, SomeExpertsHaveBiases) {
 TEST_F(CudaExpertKernelsTest, ALostDeviceEndsLoading) {
   const ExpertLayerShape shape = Shape(64, 64);
   const RandomLayer layer(shape, /*with_biases=*/true, 3);
-  CudaExpertKernelsDevice device;
+  CudaTestRank device;
   const auto kernels = device.NewKernels(shape).value();
   FailEmulatedWork(cudaErrorIllegalAddress, 3);
   const absl::Status status = kernels->LoadExpert(0, layer.Weights(0));

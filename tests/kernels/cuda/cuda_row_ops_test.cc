@@ -7,47 +7,13 @@
 
 #include "absl/time/clock.h"
 #include "gtest/gtest.h"
-#include "kernels/base/host_buffer_pool.h"
 #include "kernels/cpu/cpu_kernels.h"
-#include "kernels/cuda/cuda_stream.h"
-#include "tests/conformance/row_ops_conformance.h"
+#include "tests/kernels/cpu/random_layer.h"
+#include "tests/kernels/cuda/cuda_test_rank.h"
 #include "tests/kernels/cuda/emulated_cuda_test.h"
 
 namespace expertmesh {
 namespace {
-
-constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
-
-class CudaRowOpsDevice : public RowOpsDevice {
- public:
-  explicit CudaRowOpsDevice(bool pinned_requests) : pinned_requests_(pinned_requests) {}
-  RowOps& row_ops() override { return *row_ops_; }
-  Stream& stream() override { return *stream_; }
-  Allocator& allocator() override { return *allocators_.device; }
-  Allocator& request_allocator() override {
-    return pinned_requests_ ? static_cast<Allocator&>(*allocators_.pinned) : pageable_;
-  }
-
-  const CudaAllocators& allocators() const { return allocators_; }
-
- private:
-  const bool pinned_requests_;
-  HostBufferPool pageable_;
-  const CudaAllocators allocators_ = {std::make_shared<CudaAllocator>(CudaMemory::kDevice, 0),
-                                      std::make_shared<CudaAllocator>(CudaMemory::kPinnedHost, 0)};
-  const std::unique_ptr<RowOps> row_ops_ = NewCudaRowOps(allocators_);
-  CudaStreamPool streams_{0};
-  const std::unique_ptr<CudaStream> stream_ = streams_.NewStream();
-};
-
-INSTANTIATE_TEST_SUITE_P(
-    Cuda, RowOpsConformance,
-    testing::Combine(
-        testing::Values(
-            RowOpsKind{"Pageable", [] { return std::make_unique<CudaRowOpsDevice>(false); }},
-            RowOpsKind{"Pinned", [] { return std::make_unique<CudaRowOpsDevice>(true); }}),
-        testing::ValuesIn(kDTypes)),
-    RowOpsConformanceName);
 
 class CudaRowOpsTest : public EmulatedCudaTest {
  protected:
@@ -55,13 +21,13 @@ class CudaRowOpsTest : public EmulatedCudaTest {
 };
 
 TEST_F(CudaRowOpsTest, RefusesAStreamOfTheHost) {
-  CudaRowOpsDevice device(true);
+  CudaTestRank rank;
   const std::unique_ptr<Stream> host = NewInlineHostStream();
   GatherRowsParams params;
   params.dtype = DType::kFloat32;
   params.hidden_size = 1;
-  EXPECT_EQ(device.row_ops().GatherRows(params, *host).code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_TRUE(device.row_ops().GatherRows(params, device.stream()).ok());
+  EXPECT_EQ(rank.row_ops->GatherRows(params, *host).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_TRUE(rank.row_ops->GatherRows(params, *rank.stream).ok());
 }
 
 // The sigmoid's bytes are those of every CPU that has fused multiply-add.
@@ -87,20 +53,20 @@ TEST_F(CudaRowOpsTest, SigmoidDotHasTheBytesOfTheCpu) {
   const std::unique_ptr<Stream> host = NewInlineHostStream();
   ASSERT_TRUE(NewCpuRowOps(isa, &parallel_for).value()->SigmoidDot(params, *host).ok());
 
-  CudaRowOpsDevice device(true);
-  Stream& stream = device.stream();
+  CudaTestRank rank;
+  Stream& stream = *rank.stream;
   const auto put = [&](const void* bytes, int64_t size_bytes) {
-    Buffer buffer = device.allocator().Allocate(size_bytes).value();
+    Buffer buffer = rank.allocators.device->Allocate(size_bytes).value();
     EXPECT_TRUE(stream.Copy(buffer.data(), bytes, size_bytes).ok());
     return buffer;
   };
   const Buffer device_rows = put(rows.data(), static_cast<int64_t>(rows.size()));
   const Buffer device_vector = put(vector.data(), hidden_size * int64_t{sizeof(float)});
-  const Buffer device_output = device.allocator().Allocate(num_rows * 4).value();
+  const Buffer device_output = rank.allocators.device->Allocate(num_rows * 4).value();
   params.rows = device_rows.data();
   params.vector = reinterpret_cast<const float*>(device_vector.data());
   params.output = reinterpret_cast<float*>(device_output.data());
-  ASSERT_TRUE(device.row_ops().SigmoidDot(params, stream).ok());
+  ASSERT_TRUE(rank.row_ops->SigmoidDot(params, stream).ok());
   std::vector<float> actual(num_rows);
   ASSERT_TRUE(stream.Copy(actual.data(), device_output.data(), num_rows * 4).ok());
   ASSERT_TRUE(stream.Wait(Soon()).ok());
@@ -109,7 +75,7 @@ TEST_F(CudaRowOpsTest, SigmoidDotHasTheBytesOfTheCpu) {
 
 // What a call needs on the device goes back when the stream has passed it, whatever became of it.
 TEST_F(CudaRowOpsTest, TakesNoMemoryForGood) {
-  CudaRowOpsDevice device(false);
+  CudaTestRank rank;
   const std::vector<float> rows(8, 1.0f);
   const RowSpan source = {reinterpret_cast<const std::byte*>(rows.data()), 2};
   const int32_t indices[] = {1, 0};
@@ -118,16 +84,16 @@ TEST_F(CudaRowOpsTest, TakesNoMemoryForGood) {
   params.dtype = DType::kFloat32;
   params.hidden_size = 4;
   params.row_indices = indices;
-  const Buffer output = device.allocator().Allocate(32).value();
+  const Buffer output = rank.allocators.device->Allocate(32).value();
   params.output = output.data();
-  const int64_t before = device.allocators().device->usage().allocated_bytes;
+  const int64_t before = rank.allocators.device->usage().allocated_bytes;
   for (int i = 0; i < 3; ++i) {
     if (i == 1) FailEmulatedCall("cudaMemcpyAsync", cudaErrorInvalidValue);
-    ASSERT_TRUE(device.row_ops().GatherRows(params, device.stream()).ok());
-    EXPECT_EQ(device.stream().Wait(Soon()).ok(), i != 1);
-    device.stream().ClearError();
-    EXPECT_EQ(device.allocators().device->usage().allocated_bytes, before);
-    EXPECT_EQ(device.allocators().pinned->usage().allocated_bytes, 0);
+    ASSERT_TRUE(rank.row_ops->GatherRows(params, *rank.stream).ok());
+    EXPECT_EQ(rank.stream->Wait(Soon()).ok(), i != 1);
+    rank.stream->ClearError();
+    EXPECT_EQ(rank.allocators.device->usage().allocated_bytes, before);
+    EXPECT_EQ(rank.allocators.pinned->usage().allocated_bytes, 0);
   }
 }
 

@@ -10,19 +10,12 @@
 #include "gtest/gtest.h"
 #include "kernels/cuda/cuda_allocator.h"
 #include "kernels/cuda/cuda_status.h"
-#include "tests/conformance/stream_conformance.h"
 #include "tests/kernels/cuda/emulated_cuda_test.h"
 
 namespace expertmesh {
 namespace {
 
 using testing::HasSubstr;
-
-// A stream with a pool of its own, so that nothing of the device is left when it goes.
-std::unique_ptr<Stream> NewStream() { return CudaStreamPool(0).NewStream(); }
-
-INSTANTIATE_TEST_SUITE_P(Cuda, StreamConformance, testing::Values(StreamKind{"Cuda", NewStream}),
-                         [](const auto& test) { return test.param.name; });
 
 class CudaStreamTest : public EmulatedCudaTest {
  protected:

@@ -1,5 +1,6 @@
 #include <cstdlib>
 
+#include "tests/kernels/cuda/emulated_cuda_runtime.h"
 #include "tests/kernels/cuda/grid_emulation.h"
 #include "tests/kernels/cuda/test_device.h"
 
@@ -26,6 +27,8 @@ cudaError_t EndRun() {
   SetEmulatedGridLimit(0);
   return cudaSuccess;
 }
+
+void ResetTestDevice(uint64_t seed) { ResetEmulatedCuda({.seed = seed}); }
 
 int64_t NumLaunches() { return EmulatedCounts().launches; }
 

@@ -63,6 +63,7 @@ void BeginRun(int) {
   }
 }
 cudaError_t EndRun() { return cudaDeviceSynchronize(); }
+void ResetTestDevice(uint64_t /*seed*/) {}
 int64_t NumLaunches() { return 0; }
 
 }  // namespace expertmesh

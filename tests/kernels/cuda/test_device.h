@@ -23,6 +23,10 @@ void BeginRun(int run);
 // Waits for the kernels.
 cudaError_t EndRun();
 
+// Forgets all that the tests before did to the device: what they held of it must be gone. `seed`
+// draws the order in which the emulated device runs work of several streams.
+void ResetTestDevice(uint64_t seed);
+
 // Kernels launched so far in this process; on a GPU, where nobody counts, 0.
 int64_t NumLaunches();
 

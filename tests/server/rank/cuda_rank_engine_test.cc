@@ -1,5 +1,5 @@
-// The whole of a GPU's rank on the emulated device: what is missing a wait, or touches the GPU's
-// memory from the host, shows here.
+// The whole of a GPU's rank, on a GPU or on the emulated device: there what is missing a wait, or
+// touches the GPU's memory from the host, shows.
 
 #include <cmath>
 #include <memory>
@@ -9,11 +9,8 @@
 
 #include "gtest/gtest.h"
 #include "kernels/base/dtype.h"
-#include "kernels/cuda/cuda_device.h"
-#include "server/rank/rank_backend.h"
 #include "server/rank/rank_step.h"
-#include "tests/kernels/cuda/emulated_cuda_runtime.h"
-#include "tests/server/rank/rank_engine_fixture.h"
+#include "tests/server/rank/cuda_rank_engine_fixture.h"
 
 namespace expertmesh {
 namespace {
@@ -22,21 +19,8 @@ constexpr DispatchMode kStrategies[] = {DispatchMode::kAuto, DispatchMode::kAllT
                                         DispatchMode::kAllGatherReduceScatter,
                                         DispatchMode::kAllGatherReduceScatterMonolithic};
 
-class CudaRankEngineTest : public RankEngineFixture {
+class CudaRankEngineTest : public CudaRankEngineFixture {
  protected:
-  CudaRankEngineTest() { ResetEmulatedCuda(); }
-  ~CudaRankEngineTest() override {
-    engines_.clear();
-    ResetEmulatedCuda();
-  }
-
-  // A GPU for all ranks of a group.
-  static NewBackend OnGpu(uint64_t seed) {
-    ResetEmulatedCuda({.seed = seed});
-    std::shared_ptr<CudaDevice> device = OpenCudaDevice(0).value();
-    return [device] { return NewCudaRankBackend(device, ParallelForOptions{}); };
-  }
-
   // Within what the order of float32 sums and one rounding to bfloat16 explain.
   static void ExpectNear(const std::vector<std::byte>& actual,
                          const std::vector<std::byte>& expected) {
@@ -50,8 +34,7 @@ class CudaRankEngineTest : public RankEngineFixture {
   }
 };
 
-// With every strategy, whatever the order in which the streams' work runs, and whether ranks take
-// turns or not.
+// With every strategy and format, whatever the order in which the streams' work runs.
 TEST_F(CudaRankEngineTest, BytesDependOnPlacementAlone) {
   for (const int32_t ep_size : {1, 3}) {
     std::vector<std::byte> given_routing;  // of all strategies but the one that routes by itself
@@ -81,16 +64,6 @@ TEST_F(CudaRankEngineTest, BytesDependOnPlacementAlone) {
   }
 }
 
-TEST_F(CudaRankEngineTest, TellsItsDeviceAndWhatItTakes) {
-  MakeRanks(2, OnGpu(1));
-  RankBackend& backend = engines_[0]->backend();
-  EXPECT_EQ(backend.device_name(), "cuda:0");
-  EXPECT_STREQ(backend.instruction_set(), "sm_90");
-  EXPECT_EQ(engines_[0]->weight_bytes(), (3 * 3 * kHidden * 10 + 3 * kHidden * 14 + kHidden) * 4);
-  ASSERT_TRUE(backend.device_free_bytes().has_value());
-  EXPECT_LE(*backend.device_free_bytes(), (int64_t{1} << 30) - 2 * engines_[0]->weight_bytes());
-}
-
 TEST_F(CudaRankEngineTest, ADeadlineEndsAStepWhosePeerNeverComes) {
   MakeRanks(2, OnGpu(2));
   const StepPlan plan = Plan();
@@ -116,19 +89,6 @@ TEST_F(CudaRankEngineTest, AnAbortEndsAStep) {
   }
   engines_[2]->Abort(absl::InternalError("why"));
   for (std::thread& thread : threads) thread.join();
-}
-
-// A device that is lost fails the step, and says so, instead of giving any bytes.
-TEST_F(CudaRankEngineTest, ALostDeviceFailsTheStep) {
-  for (const int64_t num_successes : {0, 1, 5, 9}) {
-    engines_.clear();
-    MakeRanks(1, OnGpu(4));
-    const StepPlan plan = Plan();
-    FailEmulatedWork(cudaErrorIllegalAddress, num_successes);
-    const absl::Status status =
-        engines_[0]->RunStep(plan.slices[0], Shard(plan, 0), Soon()).status();
-    EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
-  }
 }
 
 }  // namespace

@@ -1,0 +1,39 @@
+// What only the emulated device can be made to do.
+
+#include <string>
+
+#include "gtest/gtest.h"
+#include "server/rank/rank_step.h"
+#include "tests/kernels/cuda/emulated_cuda_runtime.h"
+#include "tests/server/rank/cuda_rank_engine_fixture.h"
+
+namespace expertmesh {
+namespace {
+
+class CudaRankFailureTest : public CudaRankEngineFixture {};
+
+TEST_F(CudaRankFailureTest, TellsItsDeviceAndWhatItTakes) {
+  MakeRanks(2, OnGpu(1));
+  RankBackend& backend = engines_[0]->backend();
+  EXPECT_EQ(backend.device_name(), "cuda:0");
+  EXPECT_STREQ(backend.instruction_set(), "sm_90");
+  EXPECT_EQ(engines_[0]->weight_bytes(), (3 * 3 * kHidden * 10 + 3 * kHidden * 14 + kHidden) * 4);
+  ASSERT_TRUE(backend.device_free_bytes().has_value());
+  EXPECT_LE(*backend.device_free_bytes(), (int64_t{1} << 30) - 2 * engines_[0]->weight_bytes());
+}
+
+// A device that is lost fails the step, and says so, instead of giving any bytes.
+TEST_F(CudaRankFailureTest, ALostDeviceFailsTheStep) {
+  for (const int64_t num_successes : {0, 1, 5, 9}) {
+    engines_.clear();
+    MakeRanks(1, OnGpu(4));
+    const StepPlan plan = Plan();
+    FailEmulatedWork(cudaErrorIllegalAddress, num_successes);
+    const absl::Status status =
+        engines_[0]->RunStep(plan.slices[0], Shard(plan, 0), Soon()).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
+  }
+}
+
+}  // namespace
+}  // namespace expertmesh
