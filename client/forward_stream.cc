@@ -4,11 +4,14 @@
 #include <grpcpp/support/client_callback.h>
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -16,6 +19,13 @@
 #include "client/forward_wire.h"
 
 namespace expertmesh {
+
+namespace {
+
+// What the server's own word that the timeout passed, which says more, has to get here.
+constexpr absl::Duration kTimeForAnswer = absl::Milliseconds(100);
+
+}  // namespace
 
 // Lives until gRPC has called OnDone and the ForwardStream is gone.
 class ForwardStream::Reactor final
@@ -35,6 +45,11 @@ class ForwardStream::Reactor final
     AddHold();  // for what is started outside of reactions
     StartRead(&read_);
     StartCall();
+  }
+
+  // After AwaitEnd.
+  void JoinTimer() {
+    if (timer_.joinable()) timer_.join();
   }
 
   absl::Status Send(uint64_t stream_seq, absl::Duration timeout, const ForwardInput& input,
@@ -57,10 +72,22 @@ class ForwardStream::Reactor final
                                                          inflight_bytes_,
                                                          " bytes are in flight on this stream"));
       }
-      const auto size_bytes = static_cast<int64_t>(bytes->Length());
-      if (!in_flight_.try_emplace(stream_seq, InFlight{size_bytes, std::move(done)}).second) {
+      if (in_flight_.count(stream_seq) != 0) {
         return absl::InvalidArgumentError(absl::StrCat("stream_seq ", stream_seq, " is in flight"));
       }
+      const auto size_bytes = static_cast<int64_t>(bytes->Length());
+      auto deadline = deadlines_.end();
+      if (timeout_micros != 0) {
+        if (absl::Status status = StartTimer(); !status.ok()) return status;
+        // A thousand hours, so that the sum cannot overflow.
+        deadline = deadlines_.emplace(
+            std::chrono::steady_clock::now() +
+                absl::ToChronoNanoseconds(std::min(timeout + kTimeForAnswer, absl::Hours(1000))),
+            stream_seq);
+        timer_changed_.notify_one();
+      }
+      in_flight_.emplace(stream_seq, InFlight{size_bytes, std::move(done), deadline});
+      ++num_waiting_;
       inflight_bytes_ += size_bytes;
       to_write_.push_back(*std::move(bytes));
     }
@@ -79,7 +106,9 @@ class ForwardStream::Reactor final
   void Cancel(uint64_t stream_seq) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (ended_ || half_closed_ || in_flight_.count(stream_seq) == 0) return;
+      // Until all are answered the stream is not half-closed for the server, so this can be told.
+      const auto found = in_flight_.find(stream_seq);
+      if (ended_ || writes_done_ || found == in_flight_.end() || !found->second.done) return;
       to_write_.push_back(EncodeForwardStreamCancel(stream_seq));
     }
     Pump();
@@ -100,7 +129,7 @@ class ForwardStream::Reactor final
 
   absl::Status AwaitEnd() {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return done_; });
+    changed_.wait(lock, [this] { return done_ && num_telling_ == 0; });
     return status_;
   }
 
@@ -122,17 +151,20 @@ class ForwardStream::Reactor final
       Abort();
     } else {
       Done done;
+      bool may_end;
       {
         const std::lock_guard<std::mutex> lock(mutex_);
         const auto found = in_flight_.find(answer->stream_seq);
         if (found != in_flight_.end()) {
-          done = std::move(found->second.done);
+          done = Take(found->second);
           inflight_bytes_ -= found->second.bytes;
           in_flight_.erase(found);
           changed_.notify_all();
         }
+        may_end = half_closed_ && num_waiting_ == 0;
       }
-      if (done) done(std::move(answer->result));
+      Tell(std::move(done), std::move(answer->result));
+      if (may_end) Pump();
     }
     StartRead(&read_);
   }
@@ -161,9 +193,11 @@ class ForwardStream::Reactor final
       unanswered = std::move(in_flight_);
       in_flight_.clear();
       inflight_bytes_ = 0;
+      deadlines_.clear();
       changed_.notify_all();
+      timer_changed_.notify_all();
     }
-    for (auto& [seq, message] : unanswered) message.done(why);
+    for (auto& [seq, message] : unanswered) Tell(std::move(message.done), why);
     {
       // Before anybody learns of the end: they may drop the channel next, and gRPC 1.51 aborts when
       // a channel's last reference goes on one of its own threads.
@@ -178,10 +212,64 @@ class ForwardStream::Reactor final
   }
 
  private:
+  using Deadlines = std::multimap<std::chrono::steady_clock::time_point, uint64_t>;
   struct InFlight {
     int64_t bytes = 0;
-    Done done;
+    Done done;                     // null: its time was over, though the server still has to answer
+    Deadlines::iterator deadline;  // deadlines_.end(): none
   };
+
+  // Of a message that has its answer, or will get no other one. With the mutex.
+  Done Take(InFlight& message) {
+    if (message.deadline != deadlines_.end()) deadlines_.erase(message.deadline);
+    message.deadline = deadlines_.end();
+    num_waiting_ -= static_cast<bool>(message.done);
+    return std::exchange(message.done, nullptr);
+  }
+
+  // Without the mutex. Callbacks run one at a time; they may call everything that does not block.
+  void Tell(Done done, absl::StatusOr<ForwardOutput> result) {
+    if (!done) return;
+    const std::lock_guard<std::recursive_mutex> lock(tell_mutex_);
+    done(std::move(result));
+    done = nullptr;
+  }
+
+  // With the mutex.
+  absl::Status StartTimer() {
+    if (timer_.joinable()) return absl::OkStatus();
+    try {
+      timer_ = std::thread([this] { WatchDeadlines(); });
+    } catch (const std::system_error& error) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("cannot start a thread for messages' timeouts: ", error.what()));
+    }
+    return absl::OkStatus();
+  }
+
+  void WatchDeadlines() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!ended_) {
+      if (deadlines_.empty()) {
+        timer_changed_.wait(lock);
+        continue;
+      }
+      const auto [deadline, stream_seq] = *deadlines_.begin();
+      if (std::chrono::steady_clock::now() < deadline) {
+        timer_changed_.wait_until(lock, deadline);
+        continue;
+      }
+      Done done = Take(in_flight_.find(stream_seq)->second);
+      ++num_telling_;
+      lock.unlock();
+      Tell(std::move(done), absl::DeadlineExceededError(
+                                "the message's timeout passed, and the server did not answer"));
+      Pump();
+      lock.lock();
+      --num_telling_;
+      changed_.notify_all();
+    }
+  }
 
   bool HasRoom() const {
     return in_flight_.empty() ||
@@ -216,7 +304,7 @@ class ForwardStream::Reactor final
         if (!to_write_.empty()) write_options.set_buffer_hint();
         lock.unlock();
         StartWrite(&writing_, write_options);
-      } else if (half_closed_ && !writes_done_) {
+      } else if (half_closed_ && !writes_done_ && num_waiting_ == 0) {
         writes_done_ = true;
         hold_removed_ = true;
         lock.unlock();
@@ -241,7 +329,11 @@ class ForwardStream::Reactor final
   // `writing_`.
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::condition_variable timer_changed_;
+  Deadlines deadlines_;
   std::map<uint64_t, InFlight> in_flight_;
+  int64_t num_waiting_ = 0;  // of in_flight_, those whose callbacks have not been called
+  int64_t num_telling_ = 0;  // callbacks that the timer runs
   int64_t inflight_bytes_ = 0;
   std::deque<grpc::ByteBuffer> to_write_;
   grpc::ByteBuffer writing_;  // gRPC's while the write is outstanding
@@ -254,6 +346,9 @@ class ForwardStream::Reactor final
   bool ended_ = false;  // no answer will come
   bool done_ = false;   // and all callbacks have run
   absl::Status status_;
+
+  std::recursive_mutex tell_mutex_;
+  std::thread timer_;  // runs until the stream has ended, if there ever was a timeout
 };
 
 ForwardStream::ForwardStream(std::shared_ptr<grpc::GenericStub> stub,
@@ -271,6 +366,7 @@ ForwardStream::~ForwardStream() {
   reactor_->Abort();
   reactor_->HalfClose();
   reactor_->AwaitEnd().IgnoreError();
+  reactor_->JoinTimer();
 }
 
 absl::Status ForwardStream::Send(uint64_t stream_seq, absl::Duration timeout,

@@ -37,10 +37,12 @@ class ForwardStream {
   ForwardStream(const ForwardStream&) = delete;
   ForwardStream& operator=(const ForwardStream&) = delete;
 
-  // Sends one message; does not block. `done` runs once if this returns OK, on a gRPC thread, one
-  // at a time: with the answer or the server's error (client_error.h), or with what ended the
-  // stream. It must not block, for answers are read by the same thread, nor destroy the stream; it
-  // may send. `stream_seq` must not be in flight. With a timeout of zero the stream's own counts.
+  // Sends one message; does not block. `done` runs once if this returns OK, on a gRPC thread or the
+  // stream's own, one at a time: with the answer or the server's error (client_error.h), with what
+  // ended the stream, or with DEADLINE_EXCEEDED 100 ms after the timeout where the server has not
+  // said so itself. It must not block, for answers are read by the same thread, nor destroy the
+  // stream; it may send. `stream_seq` must not be in flight: it is until the server has answered,
+  // its timeout or not. With a timeout of zero the stream's own counts.
   // Not OK, and nothing was sent: INVALID_ARGUMENT for the input or a stream_seq in flight,
   // RESOURCE_EXHAUSTED when too much is in flight (see WaitForRoom), FAILED_PRECONDITION after
   // HalfClose, or the status that the stream ended with. Of `input` only TensorBytes with an owner
