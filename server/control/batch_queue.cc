@@ -59,6 +59,17 @@ bool BatchQueue::Remove(const CallPtr& call) {
   return was_repeated;
 }
 
+absl::Time BatchQueue::oldest_submitted() const {
+  absl::Time oldest = absl::InfiniteFuture();
+  for (const auto& [key, queue] : queues_) {
+    for (const CallPtr& call : queue) oldest = std::min(oldest, call->submitted);
+  }
+  for (const StepBatch& batch : repeats_) {
+    for (const StepPiece& piece : batch.pieces) oldest = std::min(oldest, piece.call->submitted);
+  }
+  return oldest;
+}
+
 StepBatch BatchQueue::Take(int64_t max_tokens) {
   StepBatch batch;
   if (!repeats_.empty()) {

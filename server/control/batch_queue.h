@@ -48,6 +48,9 @@ class BatchQueue {
   // In queues; repeats aside.
   int64_t num_calls() const { return num_calls_; }
   int64_t num_tokens() const { return num_tokens_; }
+  // When the oldest call was submitted that waits, in a queue or to be repeated; InfiniteFuture
+  // when none does. Looks at all of them.
+  absl::Time oldest_submitted() const;
 
  private:
   void Dequeue(PendingCall& call);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 #include "server/planning/step_plan.h"
 #include "server/rank/token_shard.h"
 
@@ -25,6 +26,8 @@ struct ControlSnapshot {
   // Of these: not yet taken into a step, or not with all their tokens.
   int64_t queued_calls = 0;
   int64_t queued_tokens = 0;
+  // Since it was submitted; zero: none waits, be it for its turn or to be repeated.
+  absl::Duration oldest_queued_age;
   bool step_running = false;
   int32_t steps_in_flight = 0;  // as many as num_lanes at most
   int32_t num_lanes = 1;

@@ -145,6 +145,8 @@ ControlSnapshot StepController::Snapshot() const {
   snapshot.held_output_bytes = runner_.held_output_bytes();
   snapshot.queued_calls = queue_.num_calls();
   snapshot.queued_tokens = queue_.num_tokens();
+  snapshot.oldest_queued_age =
+      std::max(absl::ZeroDuration(), clock_->Now() - queue_.oldest_submitted());
   snapshot.steps_in_flight = in_lanes_ ? num_lanes_in_flight_ : running_ ? 1 : 0;
   snapshot.step_running = snapshot.steps_in_flight > 0;
   snapshot.num_lanes = num_lanes_;

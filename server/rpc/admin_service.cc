@@ -127,6 +127,7 @@ void FillControlStatus(const ControlSnapshot& snapshot, v1::GetStatusResponse* r
   queue->set_max_tokens(snapshot.max_tokens_in_flight);
   queue->set_max_bytes(snapshot.max_bytes_in_flight);
   queue->set_num_steps_in_flight(snapshot.steps_in_flight);
+  queue->set_oldest_age_micros(absl::ToInt64Microseconds(snapshot.oldest_queued_age));
   response->set_num_lanes(snapshot.num_lanes);
   response->set_num_steps(snapshot.steps);
   response->set_num_replays(snapshot.steps_lost);

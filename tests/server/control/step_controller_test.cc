@@ -133,10 +133,13 @@ TEST_F(StepControllerTest, WaitingCallsShareAStep) {
                                                           {.num_tokens = 3, .topk = 1}});
   EXPECT_EQ(controller->Snapshot().queued_calls, 4);
   EXPECT_EQ(controller->Snapshot().queued_tokens, 10);
+  clock.Advance(absl::Seconds(3));
+  EXPECT_EQ(controller->Snapshot().oldest_queued_age, absl::Seconds(3));
   gate.Open();
   for (const TestCall& call : calls) ExpectExact(call);
   EXPECT_EQ(StepTokens(), (std::vector<int64_t>{1, 10}));
   EXPECT_EQ(group.seen()[1].shard_tokens, (std::vector<int64_t>{5, 5}));
+  EXPECT_EQ(controller->Snapshot().oldest_queued_age, absl::ZeroDuration());
   ExpectNothingInFlight();
 }
 
