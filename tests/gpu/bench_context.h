@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cmath>
+#include <cstdint>
 
 #include "tests/gpu/cublas_library.h"
 #include "tests/gpu/result_table.h"
@@ -14,6 +15,8 @@ struct BenchContext {
   cudaStream_t stream = nullptr;
   CublasLibrary* cublas = nullptr;  // null: no limit from it
   ResultTable* table = nullptr;
+  // Rows are divided by it where a CPU runs the kernels.
+  int64_t shrink = 1;
   // Limits of this run, 0 where there are none.
   double copy_gb_per_second = 0;  // bytes read and written by a device-to-device copy
   double matmul_tflops = 0;       // a large bfloat16 matmul of cuBLAS

@@ -1,10 +1,14 @@
 #include "tests/gpu/bench_ffn.h"
 
-#include <cstdio>
+#include <algorithm>
+#include <chrono>
+#include <cmath>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "kernels/cuda/permute_rows.h"
+#include "kernels/cuda/sum_rows.h"
 #include "tests/gpu/device_memory.h"
 #include "tests/gpu/device_timer.h"
 #include "tests/gpu/expert_ffn.h"
@@ -82,10 +86,11 @@ void AddChecked(const BenchContext& context, Result result, double error, double
 }
 
 // Returns the seconds of the whole FFN.
-double BenchOne(const BenchContext& context, const FfnCase& c, DType dtype) {
+double BenchOne(const BenchContext& context, const FfnCase& c, DType dtype,
+                const FfnPatterns& patterns) {
   const bool is_float8 = dtype == DType::kFloat8E4M3;
   const std::string name = c.name + (is_float8 ? " fp8" : " bf16");
-  ExpertFfn ffn({dtype, c.hidden_size, c.intermediate_size, c.expert_offsets});
+  ExpertFfn ffn({dtype, c.hidden_size, c.intermediate_size, c.expert_offsets}, patterns);
   const auto result = [&](const std::string& part, double flop, double bytes, double seconds) {
     return c.is_decode ? ByteResult(context, name + " " + part, bytes, seconds)
                        : FlopResult(context, name + " " + part, flop, seconds);
@@ -121,9 +126,14 @@ double BenchOne(const BenchContext& context, const FfnCase& c, DType dtype) {
   return all;
 }
 
-void BenchCase(const BenchContext& context, const FfnCase& c) {
-  const double bf16 = BenchOne(context, c, DType::kBFloat16);
-  const double fp8 = BenchOne(context, c, DType::kFloat8E4M3);
+struct AllPatterns {
+  FfnPatterns bf16{DType::kBFloat16};
+  FfnPatterns fp8{DType::kFloat8E4M3};
+};
+
+void BenchCase(const BenchContext& context, const AllPatterns& patterns, const FfnCase& c) {
+  const double bf16 = BenchOne(context, c, DType::kBFloat16, patterns.bf16);
+  const double fp8 = BenchOne(context, c, DType::kFloat8E4M3, patterns.fp8);
   Result ratio = {.name = c.name + " FFN, fp8 beside bf16", .value = bf16 / fp8, .unit = "x"};
   if (!c.is_decode) {
     ratio.limit = 1.0;
@@ -134,9 +144,11 @@ void BenchCase(const BenchContext& context, const FfnCase& c) {
 }
 
 // What ChooseGemmTile chose from: the figures to change it by.
-void BenchTiles(const BenchContext& context, DType dtype, int64_t rows_per_expert) {
+void BenchTiles(const BenchContext& context, const AllPatterns& patterns, DType dtype,
+                int64_t rows_per_expert) {
   const bool is_float8 = dtype == DType::kFloat8E4M3;
-  ExpertFfn ffn({dtype, 7168, 2048, EvenOffsets(32, rows_per_expert)});
+  ExpertFfn ffn({dtype, 7168, 2048, EvenOffsets(32, rows_per_expert)},
+                is_float8 ? patterns.fp8 : patterns.bf16);
   for (const GemmTile tile :
        {GemmTile::kRows16, GemmTile::kRows64, GemmTile::kRows128, GemmTile::kRows256}) {
     if (is_float8 && tile == GemmTile::kRows256) continue;
@@ -156,6 +168,73 @@ void BenchTiles(const BenchContext& context, DType dtype, int64_t rows_per_exper
         SecondsPerLaunch(context.stream, [&] { return ffn.LaunchFusedGateUp(context.stream); });
     context.table->Add(result(name + ", fused", fused));
   }
+}
+
+// What a decode step of 64 tokens launches: rows to their experts, the FFN, the weighted sum.
+void BenchStep(const BenchContext& context, const AllPatterns& patterns) {
+  constexpr int64_t kTokens = 64;
+  constexpr int64_t kTopK = 8;
+  constexpr int64_t kHiddenSize = 2048;
+  constexpr int kStepsPerRound = 20;
+  ExpertFfn ffn({DType::kBFloat16, kHiddenSize, 768, RoutedOffsets(128, kTokens, kTopK)},
+                patterns.bf16);
+  const DeviceMemory hidden(kTokens * kHiddenSize * 2);
+  const DeviceMemory output(kTokens * kHiddenSize * 2);
+  patterns.bf16.rows.Fill(hidden.data(), kTokens * kHiddenSize);
+  std::vector<int32_t> tokens;
+  std::vector<int64_t> offsets;
+  std::vector<int64_t> rows;
+  for (int64_t t = 0; t <= kTokens; ++t) offsets.push_back(t * kTopK);
+  for (int64_t row = 0; row < kTokens * kTopK; ++row) {
+    tokens.push_back(static_cast<int32_t>(row * 37 % kTokens));
+    rows.push_back(row * 101 % (kTokens * kTopK));
+  }
+  const DeviceMemory device_tokens(static_cast<int64_t>(tokens.size()) * 4);
+  const DeviceMemory device_offsets(static_cast<int64_t>(offsets.size()) * 8);
+  const DeviceMemory device_rows(static_cast<int64_t>(rows.size()) * 8);
+  CopyToDevice(device_tokens, tokens);
+  CopyToDevice(device_offsets, offsets);
+  CopyToDevice(device_rows, rows);
+  CudaPermuteRowsParams permute;
+  permute.rows = hidden.data();
+  permute.dtype = DType::kBFloat16;
+  permute.hidden_size = kHiddenSize;
+  permute.num_rows = kTokens * kTopK;
+  permute.row_indices = device_tokens.As<int32_t>();
+  permute.output = ffn.rows();
+  CudaSumRowsParams sum;
+  sum.rows = ffn.output();
+  sum.rows_dtype = DType::kFloat32;
+  sum.hidden_size = kHiddenSize;
+  sum.num_outputs = kTokens;
+  sum.offsets = device_offsets.As<int64_t>();
+  sum.row_indices = device_rows.As<int64_t>();
+  sum.output = output.data();
+  sum.output_dtype = DType::kBFloat16;
+  const auto step = [&] {
+    cudaError_t error = LaunchPermuteRows(permute, context.stream);
+    if (error == cudaSuccess) error = ffn.LaunchFusedFfn(context.stream);
+    if (error == cudaSuccess) error = LaunchSumRows(sum, context.stream);
+    return error;
+  };
+  const double seconds = SecondsPerLaunch(context.stream, step);
+  const std::string name = "step T=64 H=2048 I=768 E=128 k=8 bf16";
+  context.table->Add(
+      ByteResult(context, name + ", kernels", ffn.gate_up_bytes() + ffn.down_bytes(), seconds));
+  context.table->Add({.name = name + ", kernels", .value = seconds * 1e6, .unit = "us"});
+  double enqueue = INFINITY;
+  for (int round = 0; round < 5; ++round) {
+    const auto begin = std::chrono::steady_clock::now();
+    for (int i = 0; i < kStepsPerRound; ++i) CheckCuda(step(), "a step");
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin;
+    CheckCuda(cudaStreamSynchronize(context.stream), "a step");
+    enqueue = std::min(enqueue, taken.count() / kStepsPerRound);
+  }
+  context.table->Add({.name = name + ", host's time to enqueue",
+                      .value = enqueue * 1e6,
+                      .unit = "us",
+                      .limit = 60,
+                      .limit_name = "us to stay below"});
 }
 
 }  // namespace
@@ -183,22 +262,28 @@ void BenchMatmul(BenchContext* context) {
 
 void BenchFfn(const BenchContext& context) {
   constexpr int64_t kTokens = 32768;
-  BenchCase(context, {"I=1024 E=128 k=8 H=4096 T=32768", 4096, 1024, RoutedOffsets(128, kTokens, 8),
-                      false, kFfnTarget});
-  BenchCase(context, {"I=2048 E=64 k=4 H=4096 T=32768", 4096, 2048, RoutedOffsets(64, kTokens, 4),
-                      false, 0});
-  BenchCase(context, {"I=256 E=256 k=16 H=4096 T=32768", 4096, 256, RoutedOffsets(256, kTokens, 16),
-                      false, 0});
+  const AllPatterns patterns;
+  BenchCase(context, patterns,
+            {"I=1024 E=128 k=8 H=4096 T=32768", 4096, 1024, RoutedOffsets(128, kTokens, 8), false,
+             kFfnTarget});
+  BenchCase(
+      context, patterns,
+      {"I=2048 E=64 k=4 H=4096 T=32768", 4096, 2048, RoutedOffsets(64, kTokens, 4), false, 0});
+  BenchCase(
+      context, patterns,
+      {"I=256 E=256 k=16 H=4096 T=32768", 4096, 256, RoutedOffsets(256, kTokens, 16), false, 0});
   for (const int64_t rows : {1, 16, 64, 128}) {
-    BenchCase(context, {"DeepSeek-V3 rank E=32 rows=" + std::to_string(rows), 7168, 2048,
-                        EvenOffsets(32, rows), rows <= 16, 0});
+    BenchCase(context, patterns,
+              {"DeepSeek-V3 rank E=32 rows=" + std::to_string(rows), 7168, 2048,
+               EvenOffsets(32, rows), rows <= 16, 0});
   }
   // 8,192 tokens of the group, whose 8 of 256 experts each are this rank's 32 once in eight.
-  BenchCase(context,
+  BenchCase(context, patterns,
             {"DeepSeek-V3 rank E=32 T=8192", 7168, 2048, RoutedOffsets(32, 8192, 1), false, 0});
   for (const DType dtype : {DType::kBFloat16, DType::kFloat8E4M3}) {
-    for (const int64_t rows : {1, 32, 256, 2048}) BenchTiles(context, dtype, rows);
+    for (const int64_t rows : {1, 32, 256, 2048}) BenchTiles(context, patterns, dtype, rows);
   }
+  BenchStep(context, patterns);
 }
 
 }  // namespace expertmesh

@@ -20,7 +20,7 @@ namespace expertmesh {
 namespace {
 
 constexpr int64_t kHiddenSize = 4096;
-constexpr int64_t kNumRows = 131072;
+constexpr int64_t kRows = 131072;
 constexpr double kRowTarget = 0.85;
 
 void AddRow(const BenchContext& context, const std::string& name, double bytes, double seconds,
@@ -38,12 +38,13 @@ std::vector<int64_t> SampledRows(int64_t num_rows) {
 }
 
 void BenchPermute(const BenchContext& context) {
+  const int64_t num_rows = kRows / context.shrink;
   const RandomPattern pattern(DType::kBFloat16, 1.0, 11);
-  const DeviceMemory rows(kNumRows * kHiddenSize * 2);
-  const DeviceMemory output(kNumRows * kHiddenSize * 2);
-  const DeviceMemory device_indices(kNumRows * 4);
-  pattern.Fill(rows.data(), kNumRows * kHiddenSize);
-  std::vector<int32_t> indices(static_cast<size_t>(kNumRows));
+  const DeviceMemory rows(num_rows * kHiddenSize * 2);
+  const DeviceMemory output(num_rows * kHiddenSize * 2);
+  const DeviceMemory device_indices(num_rows * 4);
+  pattern.Fill(rows.data(), num_rows * kHiddenSize);
+  std::vector<int32_t> indices(static_cast<size_t>(num_rows));
   std::iota(indices.begin(), indices.end(), 0);
   std::shuffle(indices.begin(), indices.end(), std::mt19937_64(12));
   CopyToDevice(device_indices, indices);
@@ -51,13 +52,13 @@ void BenchPermute(const BenchContext& context) {
   params.rows = rows.data();
   params.dtype = DType::kBFloat16;
   params.hidden_size = kHiddenSize;
-  params.num_rows = kNumRows;
+  params.num_rows = num_rows;
   params.row_indices = device_indices.As<int32_t>();
   params.output = output.data();
   const double seconds =
       SecondsPerLaunch(context.stream, [&] { return LaunchPermuteRows(params, context.stream); });
   bool is_right = true;
-  for (const int64_t row : SampledRows(kNumRows)) {
+  for (const int64_t row : SampledRows(num_rows)) {
     const auto actual = ReadDevice<uint16_t>(output.data(), row * kHiddenSize, kHiddenSize);
     const int64_t source = indices[static_cast<size_t>(row)];
     for (int64_t i = 0; i < kHiddenSize; ++i) {
@@ -65,20 +66,21 @@ void BenchPermute(const BenchContext& context) {
                                  pattern.At(source * kHiddenSize + i);
     }
   }
-  AddRow(context, "permute bf16 [131072, 4096]", kNumRows * (2.0 * kHiddenSize * 2 + 4), seconds,
-         kRowTarget, "sampled rows, exact", is_right);
+  AddRow(context, "permute bf16 [131072, 4096]",
+         static_cast<double>(num_rows) * (2.0 * kHiddenSize * 2 + 4), seconds, kRowTarget,
+         "sampled rows, exact", is_right);
 }
 
 void BenchReduce(const BenchContext& context, DType output_dtype) {
-  constexpr int64_t kTokens = 16384;
+  const int64_t num_tokens = 16384 / context.shrink;
   constexpr int64_t kTopK = 8;
   const RandomPattern pattern(DType::kFloat32, 1.0, 21);
-  const DeviceMemory rows(kTokens * kTopK * kHiddenSize * 4);
-  const DeviceMemory output(kTokens * kHiddenSize * DTypeBytes(output_dtype));
-  pattern.Fill(rows.data(), kTokens * kTopK * kHiddenSize);
+  const DeviceMemory rows(num_tokens * kTopK * kHiddenSize * 4);
+  const DeviceMemory output(num_tokens * kHiddenSize * DTypeBytes(output_dtype));
+  pattern.Fill(rows.data(), num_tokens * kTopK * kHiddenSize);
   std::vector<int64_t> offsets;
-  for (int64_t t = 0; t <= kTokens; ++t) offsets.push_back(t * kTopK);
-  std::vector<int64_t> indices(static_cast<size_t>(kTokens * kTopK));
+  for (int64_t t = 0; t <= num_tokens; ++t) offsets.push_back(t * kTopK);
+  std::vector<int64_t> indices(static_cast<size_t>(num_tokens * kTopK));
   std::iota(indices.begin(), indices.end(), 0);
   std::mt19937_64 random(22);
   std::shuffle(indices.begin(), indices.end(), random);
@@ -95,7 +97,7 @@ void BenchReduce(const BenchContext& context, DType output_dtype) {
   params.rows = rows.data();
   params.rows_dtype = DType::kFloat32;
   params.hidden_size = kHiddenSize;
-  params.num_outputs = kTokens;
+  params.num_outputs = num_tokens;
   params.offsets = device_offsets.As<int64_t>();
   params.row_indices = device_indices.As<int64_t>();
   params.weights = device_weights.As<float>();
@@ -104,7 +106,7 @@ void BenchReduce(const BenchContext& context, DType output_dtype) {
   const double seconds =
       SecondsPerLaunch(context.stream, [&] { return LaunchSumRows(params, context.stream); });
   RelativeError error;
-  for (const int64_t token : SampledRows(kTokens)) {
+  for (const int64_t token : SampledRows(num_tokens)) {
     const int64_t row_bytes = kHiddenSize * DTypeBytes(output_dtype);
     const auto actual = ReadDevice<std::byte>(output.data(), token * row_bytes, row_bytes);
     for (int64_t i = 0; i < kHiddenSize; ++i) {
@@ -121,25 +123,26 @@ void BenchReduce(const BenchContext& context, DType output_dtype) {
   AddRow(context,
          "weighted reduce top-8, f32 to " + std::string(is_float32 ? "f32" : "bf16") +
              " [16384, 4096]",
-         kTokens * kTopK * (kHiddenSize * 4.0 + 12) +
-             static_cast<double>(kTokens * kHiddenSize * DTypeBytes(output_dtype)),
+         static_cast<double>(num_tokens * kTopK) * (kHiddenSize * 4.0 + 12) +
+             static_cast<double>(num_tokens * kHiddenSize * DTypeBytes(output_dtype)),
          seconds, kRowTarget, "sampled rows, relative error " + std::to_string(error.value()),
          error.value() < (is_float32 ? 1e-6 : 4e-3));
 }
 
 void BenchQuantize(const BenchContext& context, QuantizeScheme scheme, const char* name) {
+  const int64_t num_rows = kRows / context.shrink;
   const RandomPattern pattern(DType::kBFloat16, 3.0, 31);
   const bool per_block = scheme == QuantizeScheme::kFloat8PerBlock;
   const DType dtype = scheme == QuantizeScheme::kInt8PerToken ? DType::kInt8 : DType::kFloat8E4M3;
   const int64_t scales_per_row = per_block ? kHiddenSize / kQuantizeBlock : 1;
-  const DeviceMemory rows(kNumRows * kHiddenSize * 2);
-  const DeviceMemory output(kNumRows * kHiddenSize);
-  const DeviceMemory scales(kNumRows * scales_per_row * 4);
-  pattern.Fill(rows.data(), kNumRows * kHiddenSize);
+  const DeviceMemory rows(num_rows * kHiddenSize * 2);
+  const DeviceMemory output(num_rows * kHiddenSize);
+  const DeviceMemory scales(num_rows * scales_per_row * 4);
+  pattern.Fill(rows.data(), num_rows * kHiddenSize);
   CudaQuantizeRowsParams params;
   params.rows = rows.data();
   params.rows_dtype = DType::kBFloat16;
-  params.layout.num_rows = kNumRows;
+  params.layout.num_rows = num_rows;
   params.hidden_size = kHiddenSize;
   params.scheme = scheme;
   params.output = output.data();
@@ -147,7 +150,7 @@ void BenchQuantize(const BenchContext& context, QuantizeScheme scheme, const cha
   const double seconds =
       SecondsPerLaunch(context.stream, [&] { return LaunchQuantizeRows(params, context.stream); });
   RelativeError error;
-  for (const int64_t row : SampledRows(kNumRows)) {
+  for (const int64_t row : SampledRows(num_rows)) {
     const auto actual = ReadDevice<std::byte>(output.data(), row * kHiddenSize, kHiddenSize);
     const auto row_scales = ReadDevice<float>(scales.data(), row * scales_per_row, scales_per_row);
     for (int64_t i = 0; i < kHiddenSize; ++i) {
@@ -157,29 +160,29 @@ void BenchQuantize(const BenchContext& context, QuantizeScheme scheme, const cha
   }
   // What 4 (float8) and 8 (int8, of a maximum near 4 deviations) bits leave.
   AddRow(context, std::string("quantize bf16 to ") + name + " [131072, 4096]",
-         static_cast<double>(kNumRows) * (kHiddenSize * 3.0 + 4.0 * scales_per_row), seconds,
+         static_cast<double>(num_rows) * (kHiddenSize * 3.0 + 4.0 * scales_per_row), seconds,
          kRowTarget, "sampled rows, relative error " + std::to_string(error.value()),
          error.value() < (dtype == DType::kInt8 ? 0.02 : 0.04));
 }
 
 void BenchActivation(const BenchContext& context) {
-  constexpr int64_t kRows = 65536;
+  const int64_t num_rows = 65536 / context.shrink;
   constexpr int64_t kSize = 2048;
   const RandomPattern pattern(DType::kFloat32, 2.0, 41);
-  const DeviceMemory gate_up(kRows * 2 * kSize * 4);
-  const DeviceMemory output(kRows * kSize * 2);
-  pattern.Fill(gate_up.data(), kRows * 2 * kSize);
+  const DeviceMemory gate_up(num_rows * 2 * kSize * 4);
+  const DeviceMemory output(num_rows * kSize * 2);
+  pattern.Fill(gate_up.data(), num_rows * 2 * kSize);
   CudaGatedActivationParams params;
   params.gate_up = gate_up.data();
   params.gate_up_dtype = DType::kFloat32;
-  params.layout.num_rows = kRows;
+  params.layout.num_rows = num_rows;
   params.intermediate_size = kSize;
   params.output = output.data();
   params.output_dtype = DType::kBFloat16;
   const double seconds = SecondsPerLaunch(
       context.stream, [&] { return LaunchGatedActivation(params, context.stream); });
   RelativeError error;
-  for (const int64_t row : SampledRows(kRows)) {
+  for (const int64_t row : SampledRows(num_rows)) {
     const auto actual = ReadDevice<uint16_t>(output.data(), row * kSize, kSize);
     for (int64_t i = 0; i < kSize; ++i) {
       const double gate = pattern.At(row * 2 * kSize + i);
@@ -187,25 +190,26 @@ void BenchActivation(const BenchContext& context) {
       error.Add(BFloat16ToFloat(actual[static_cast<size_t>(i)]), gate / (1 + std::exp(-gate)) * up);
     }
   }
-  AddRow(context, "silu*mul f32 to bf16 [65536, 2048]", kRows * kSize * 10.0, seconds, kRowTarget,
+  AddRow(context, "silu*mul f32 to bf16 [65536, 2048]",
+         static_cast<double>(num_rows * kSize) * 10.0, seconds, kRowTarget,
          "sampled rows, relative error " + std::to_string(error.value()), error.value() < 4e-3);
 }
 
 void BenchRouter(const BenchContext& context) {
-  constexpr int64_t kTokens = 32768;
+  const int64_t num_tokens = 32768 / context.shrink;
   constexpr int32_t kExperts = 256;
   constexpr int32_t kTopK = 8;
   const RandomPattern pattern(DType::kFloat32, 1.0, 51);
-  const DeviceMemory logits(kTokens * kExperts * 4);
-  const DeviceMemory ids(kTokens * kTopK * 4);
-  const DeviceMemory weights(kTokens * kTopK * 4);
+  const DeviceMemory logits(num_tokens * kExperts * 4);
+  const DeviceMemory ids(num_tokens * kTopK * 4);
+  const DeviceMemory weights(num_tokens * kTopK * 4);
   const DeviceMemory bad(4);
-  pattern.Fill(logits.data(), kTokens * kExperts);
+  pattern.Fill(logits.data(), num_tokens * kExperts);
   CopyToDevice(bad, std::vector<int32_t>{0x7fffffff});
   CudaRouteTopKParams params;
   params.logits = logits.data();
   params.dtype = DType::kFloat32;
-  params.num_tokens = kTokens;
+  params.num_tokens = num_tokens;
   params.num_experts = kExperts;
   params.topk = kTopK;
   params.renormalize = true;
@@ -215,7 +219,7 @@ void BenchRouter(const BenchContext& context) {
   const double seconds =
       SecondsPerLaunch(context.stream, [&] { return LaunchRouteTopK(params, context.stream); });
   bool is_right = ReadDevice<int32_t>(bad.data(), 0, 1)[0] == 0x7fffffff;
-  for (const int64_t token : SampledRows(kTokens)) {
+  for (const int64_t token : SampledRows(num_tokens)) {
     std::vector<int32_t> order(kExperts);
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
@@ -230,8 +234,8 @@ void BenchRouter(const BenchContext& context) {
     is_right = is_right && std::abs(sum - 1) < 1e-5;
   }
   AddRow(context, "router softmax top-8 of 256, f32 [32768, 256]",
-         kTokens * (kExperts * 4.0 + kTopK * 8.0), seconds, 0, "sampled tokens, exact ids",
-         is_right);
+         static_cast<double>(num_tokens) * (kExperts * 4.0 + kTopK * 8.0), seconds, 0,
+         "sampled tokens, exact ids", is_right);
 }
 
 }  // namespace

@@ -33,28 +33,30 @@ double Silu(double x) { return x / (1 + std::exp(-x)); }
 
 }  // namespace
 
-ExpertFfn::ExpertFfn(const FfnShape& shape)
-    : shape_(shape),
-      row_pattern_(shape.dtype, is_float8() ? kFloat8Deviation : 1.0, 101),
-      w13_pattern_(shape.dtype, is_float8() ? kFloat8Deviation : kWeightDeviation, 102),
-      w2_pattern_(shape.dtype, is_float8() ? kFloat8Deviation : kWeightDeviation, 103),
-      row_scale_pattern_(DType::kFloat32, kRowScaleDeviation, 104),
-      w13_scale_pattern_(DType::kFloat32, kWeightScaleDeviation, 105),
-      w2_scale_pattern_(DType::kFloat32, kWeightScaleDeviation, 106) {
+FfnPatterns::FfnPatterns(DType dtype)
+    : rows(dtype, dtype == DType::kFloat8E4M3 ? kFloat8Deviation : 1.0, 101),
+      w13(dtype, dtype == DType::kFloat8E4M3 ? kFloat8Deviation : kWeightDeviation, 102),
+      w2(dtype, dtype == DType::kFloat8E4M3 ? kFloat8Deviation : kWeightDeviation, 103),
+      row_scales(DType::kFloat32, kRowScaleDeviation, 104),
+      w13_scales(DType::kFloat32, kWeightScaleDeviation, 105),
+      w2_scales(DType::kFloat32, kWeightScaleDeviation, 106) {}
+
+ExpertFfn::ExpertFfn(const FfnShape& shape, const FfnPatterns& patterns)
+    : shape_(shape), patterns_(patterns) {
   const int64_t h = shape_.hidden_size;
   const int64_t i = shape_.intermediate_size;
   const int64_t element_bytes = DTypeBytes(shape_.dtype);
-  rows_ = Filled(row_pattern_, num_rows() * h, element_bytes);
-  w13_ = Filled(w13_pattern_, num_experts() * 2 * i * h, element_bytes);
-  w2_ = Filled(w2_pattern_, num_experts() * h * i, element_bytes);
+  rows_ = Filled(patterns_.rows, num_rows() * h, element_bytes);
+  w13_ = Filled(patterns_.w13, num_experts() * 2 * i * h, element_bytes);
+  w2_ = Filled(patterns_.w2, num_experts() * h * i, element_bytes);
   gate_up_ = Allocate(num_rows() * 2 * i * 4);
   intermediate_ = Allocate(num_rows() * i * 2);
   output_ = Allocate(num_rows() * h * 4);
   workspace_ = Allocate(GroupedGemmWorkspaceBytes(num_experts()));
   if (is_float8()) {
-    row_scales_ = Filled(row_scale_pattern_, num_rows() * Blocks(h), 4);
-    w13_scales_ = Filled(w13_scale_pattern_, num_experts() * Blocks(2 * i) * Blocks(h), 4);
-    w2_scales_ = Filled(w2_scale_pattern_, num_experts() * Blocks(h) * Blocks(i), 4);
+    row_scales_ = Filled(patterns_.row_scales, num_rows() * Blocks(h), 4);
+    w13_scales_ = Filled(patterns_.w13_scales, num_experts() * Blocks(2 * i) * Blocks(h), 4);
+    w2_scales_ = Filled(patterns_.w2_scales, num_experts() * Blocks(h) * Blocks(i), 4);
     quantized_ = Allocate(num_rows() * i);
     quantized_scales_ = Allocate(num_rows() * Blocks(i) * 4);
   }
@@ -193,7 +195,7 @@ float ExpertFfn::WeightScale(const RandomPattern& scales, int64_t expert, int64_
 
 float ExpertFfn::RowScale(int64_t row, int64_t i) const {
   if (!is_float8()) return 1.0f;
-  return row_scale_pattern_.At(row * Blocks(shape_.hidden_size) + i / kGemmScaleBlock);
+  return patterns_.row_scales.At(row * Blocks(shape_.hidden_size) + i / kGemmScaleBlock);
 }
 
 double ExpertFfn::GateUp(int64_t row, int64_t column) const {
@@ -204,11 +206,11 @@ double ExpertFfn::GateUp(int64_t row, int64_t column) const {
   for (int64_t first = 0; first < h; first += kGemmScaleBlock) {
     double block = 0;
     for (int64_t i = first; i < std::min(first + kGemmScaleBlock, h); ++i) {
-      block += static_cast<double>(row_pattern_.At(row * h + i)) *
-               static_cast<double>(w13_pattern_.At((expert * n + column) * h + i));
+      block += static_cast<double>(patterns_.rows.At(row * h + i)) *
+               static_cast<double>(patterns_.w13.At((expert * n + column) * h + i));
     }
     sum += block * static_cast<double>(RowScale(row, first)) *
-           static_cast<double>(WeightScale(w13_scale_pattern_, expert, n, h, column, first));
+           static_cast<double>(WeightScale(patterns_.w13_scales, expert, n, h, column, first));
   }
   return sum;
 }
@@ -244,8 +246,8 @@ double ExpertFfn::OutputError(bool fused) const {
       double sum = 0;
       for (int64_t i = 0; i < size; ++i) {
         sum += intermediate[static_cast<size_t>(i)] *
-               static_cast<double>(w2_pattern_.At((expert * h + column) * size + i)) *
-               static_cast<double>(WeightScale(w2_scale_pattern_, expert, h, size, column, i));
+               static_cast<double>(patterns_.w2.At((expert * h + column) * size + i)) *
+               static_cast<double>(WeightScale(patterns_.w2_scales, expert, h, size, column, i));
       }
       error.Add(static_cast<double>(actual[static_cast<size_t>(column)]), sum);
     }

@@ -22,10 +22,23 @@ struct FfnShape {
   std::vector<int64_t> expert_offsets;  // [num_experts + 1]
 };
 
+// The values of one element type's tensors, whatever their shapes: seconds to make.
+struct FfnPatterns {
+  explicit FfnPatterns(DType dtype);
+
+  RandomPattern rows;
+  RandomPattern w13;
+  RandomPattern w2;
+  RandomPattern row_scales;
+  RandomPattern w13_scales;
+  RandomPattern w2_scales;
+};
+
 // The FFN of random experts on random rows, kernel by kernel, on one stream. One at a time.
 class ExpertFfn {
  public:
-  explicit ExpertFfn(const FfnShape& shape);
+  // `patterns` of the shape's dtype, which must outlive it.
+  ExpertFfn(const FfnShape& shape, const FfnPatterns& patterns);
 
   // Each enqueues and returns the launch's error. The FFN is gate_up, activation (float8: and
   // quantization) and down; fused, the first product does the activation itself, with w13's rows
@@ -40,6 +53,9 @@ class ExpertFfn {
   // Of sampled outputs, which must have been computed and waited for, against float64 on the host.
   double GateUpError() const;
   double OutputError(bool fused) const;
+
+  std::byte* rows() const { return rows_->data(); }
+  const std::byte* output() const { return output_->data(); }  // [num_rows, hidden_size] float32
 
   void set_tile(std::optional<GemmTile> tile) { tile_ = tile; }
   int32_t num_experts() const { return static_cast<int32_t>(shape_.expert_offsets.size()) - 1; }
@@ -69,12 +85,7 @@ class ExpertFfn {
 
   FfnShape shape_;
   std::optional<GemmTile> tile_;
-  RandomPattern row_pattern_;
-  RandomPattern w13_pattern_;
-  RandomPattern w2_pattern_;
-  RandomPattern row_scale_pattern_;
-  RandomPattern w13_scale_pattern_;
-  RandomPattern w2_scale_pattern_;
+  const FfnPatterns& patterns_;
   std::unique_ptr<DeviceMemory> rows_, row_scales_, w13_, w13_scales_, w2_, w2_scales_;
   std::unique_ptr<DeviceMemory> gate_up_, intermediate_, quantized_, quantized_scales_, output_;
   std::unique_ptr<DeviceMemory> workspace_;

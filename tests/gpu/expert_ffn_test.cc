@@ -12,8 +12,9 @@ namespace {
 TEST(ExpertFfnTest, ErrorsAreSmallOnceItHasRunAndInfiniteBefore) {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat8E4M3}) {
     ResetEmulatedCuda();
+    const FfnPatterns patterns(dtype);
     {
-      ExpertFfn ffn({dtype, 256, 128, {0, 3, 3, 8}});
+      ExpertFfn ffn({dtype, 256, 128, {0, 3, 3, 8}}, patterns);
       EXPECT_EQ(ffn.num_experts(), 3);
       EXPECT_EQ(ffn.num_active_experts(), 2);
       EXPECT_TRUE(std::isinf(ffn.GateUpError()));
@@ -37,7 +38,8 @@ TEST(ExpertFfnTest, ErrorsAreSmallOnceItHasRunAndInfiniteBefore) {
 
 TEST(ExpertFfnTest, CountsOfWork) {
   ResetEmulatedCuda();
-  const ExpertFfn ffn({DType::kBFloat16, 16, 8, {0, 2, 2}});
+  const FfnPatterns patterns(DType::kBFloat16);
+  const ExpertFfn ffn({DType::kBFloat16, 16, 8, {0, 2, 2}}, patterns);
   EXPECT_EQ(ffn.gate_up_flop(), 2 * 2 * 16 * 16);
   EXPECT_EQ(ffn.down_flop(), 2 * 2 * 8 * 16);
   EXPECT_EQ(ffn.gate_up_bytes(), 16 * 16 * 2 + 2 * (16 * 2 + 16 * 4));
