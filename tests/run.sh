@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Installs what is missing, builds everything and runs every test.
-# usage: tests/run.sh [--release|--asan|--tsan|--cuda|--cuda-asan] [-R REGEX]
+# usage: tests/run.sh [--release|--asan|--tsan|--cuda|--cuda-parts|--cuda-asan] [-R REGEX]
 #   --release   (default) also checks the formatting and the protos
 #   --asan      AddressSanitizer, LeakSanitizer and UBSan
 #   --tsan      ThreadSanitizer
 #   --cuda      the release build with the CUDA kernels, compiled for a GPU and tested on the CPU
-#   --cuda-asan the kernels' tests on the CPU under AddressSanitizer, nothing else
+#   --cuda-parts of --cuda what the release build has not: the programs with CUDA and the tests of what is CUDA's
+#   --cuda-asan those tests that need no nvcc, under AddressSanitizer
 #   -R REGEX    only the ctest tests whose names match
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -20,15 +21,19 @@ while (($#)); do
     --cuda) preset=cuda dependencies=(--test --cuda) ;;
     --cuda-asan)
       preset=cuda-asan dependencies=(--test --cuda)
-      targets=(--target kernels_cuda_test) filter=(-R kernels_cuda_test)
+      targets=(--target cuda_parts) filter=(-L cuda)
+      ;;
+    --cuda-parts)
+      preset=cuda dependencies=(--test --cuda)
+      targets=(--target cuda_parts) filter=(-L cuda)
       ;;
     -R)
       (($# > 1)) || { echo "run.sh: -R has no value; it takes a regular expression" >&2; exit 2; }
       filter=(-R "$2")
       shift
       ;;
-    -h | --help) sed -n '2,9s/^# //p' "${BASH_SOURCE[0]}"; exit 0 ;;
-    *) echo "run.sh: unknown argument '$1'" >&2; sed -n '2,9s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    -h | --help) sed -n '2,/^set /s/^# //p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    *) echo "run.sh: unknown argument '$1'" >&2; sed -n '2,/^set /s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
   esac
   shift
 done

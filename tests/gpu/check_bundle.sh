@@ -48,4 +48,6 @@ expect 77 "no GPU" gpu_bench
 expect 0 "no GPU" kernels_cuda_gpu_test
 expect 0 "no GPU" server_comm_nccl_gpu_test
 expect 0 "no GPU" server_rank_gpu_test
+expect 1 "no GPU" expertmesh-expert-server --control_plane=127.0.0.1:1 --ep_rank=0 --ep_size=1 --checkpoint=/nowhere \
+  --device=cuda:0
 say "OK"
