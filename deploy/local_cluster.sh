@@ -92,10 +92,18 @@ stop() {
   ! $at_once || ask_to_end "$@"
   wait_for_end "$@"
 }
+# Not what comes twice of one wish: timeout(1) signals this process and then its group.
+stop_at_once() {
+  ((${EPOCHREALTIME/[.,]/} - stopping_since > 300000)) || return 0
+  at_once=true
+  say "at once"
+  ask_to_end "${stopping[@]}"
+}
 finish() {
   local code=$?
   trap - EXIT
-  trap 'at_once=true; say "at once"; ask_to_end "${stopping[@]}"' INT TERM HUP
+  stopping_since=${EPOCHREALTIME/[.,]/}
+  trap stop_at_once INT TERM HUP
   [[ -z "$announcer" ]] || kill -TERM "$announcer" 2>/dev/null || true
   if [[ -n "$control_plane" ]] && is_alive "$control_plane"; then
     say "stopping: calls that were taken end first (Ctrl-C again: at once)"
@@ -199,7 +207,12 @@ done
 # Says what there is, once there is all of it.
 announce() {
   trap - EXIT INT TERM HUP
-  until "$bin/expertmesh" status --json --target="$target" --timeout=5s 2>/dev/null | grep -q '"ready": true'; do
+  local text num_polls
+  for ((num_polls = 1; ; num_polls++)); do
+    text=$("$bin/expertmesh" status --target="$target" --timeout=5s 2>/dev/null | head -n 1) || true
+    [[ "$text" != *": ready" ]] || break
+    # A large checkpoint takes a while.
+    ((num_polls % 25)) || say "$text"
     sleep 0.2
   done
   local rank pids=() cli=${bin#"$PWD/"}/expertmesh to=""

@@ -141,7 +141,7 @@ absl::Status Run() {
 
 const Command kExplainCommand = {
     "explain", "how a request would be run: strategy, ranks, bytes, each token's way",
-    "Takes what `forward` takes, runs nothing.\n\n"
+    "Takes what `forward` takes, but --output and --check; runs nothing.\n\n"
     "  --max_tokens=N   tokens to show one by one (default 8)\n"
     "  --json           as JSON\n\n"
     "  expertmesh explain --tokens=64\n",

@@ -99,7 +99,7 @@ absl::Status Run() {
 const Command kStatusCommand = {
     "status",
     "what a server is doing: epoch, ranks, steps, queue, balance (--allow_admin on the server)",
-    "  --watch=2s   print again every so often\n"
+    "  --watch=2s   again every so often (a time with its unit), until Ctrl-C\n"
     "  --json       as JSON\n\n"
     "  expertmesh status\n",
     "status_command.cc json_output.cc connection_flags.cc", Run};
