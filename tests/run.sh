@@ -6,7 +6,7 @@
 #   --tsan      ThreadSanitizer
 #   --cuda      the release build with the CUDA kernels, compiled for a GPU and tested on the CPU
 #   --cuda-parts of --cuda what the release build has not: the programs with CUDA and the tests of what is CUDA's
-#   --cuda-asan those tests that need no nvcc, under AddressSanitizer
+#   --cuda-asan kernels, ranks and communicator of a GPU on the CPU under AddressSanitizer; needs no nvcc
 #   -R REGEX    only the ctest tests whose names match
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,7 +21,10 @@ while (($#)); do
     --cuda) preset=cuda dependencies=(--test --cuda) ;;
     --cuda-asan)
       preset=cuda-asan dependencies=(--test --cuda)
-      targets=(--target cuda_parts) filter=(-L cuda)
+      targets=(kernels_cuda_test kernels_cuda_host_test kernels_cuda_rank_test server_comm_nccl_cuda_test
+               server_rank_cuda_test)
+      filter=(-R "^($(IFS='|'; echo "${targets[*]}"))\$")
+      targets=(--target "${targets[@]}")
       ;;
     --cuda-parts)
       preset=cuda dependencies=(--test --cuda)
