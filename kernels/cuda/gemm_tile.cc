@@ -22,9 +22,11 @@ GemmTile ChooseGemmTile(const GemmTileProblem& problem) {
   if (problem.mean_rows <= 16 && problem.dtype != DType::kFloat16) return GemmTile::kRows16;
   if (problem.mean_rows <= 64) return GemmTile::kRows64;
   // A second, mostly empty tile of 256 rows would cost more than sharing loads saves; blocks come
-  // in pairs along n, so that an odd number of tiles there leaves one idle.
+  // in pairs along n, so that an odd number of tiles there leaves one idle; and nothing is
+  // multiplied while such a tile is stored (tiles of 128 take turns), which is a small part of long
+  // sums alone.
   const bool pairs = problem.n % (2 * kSm90TileWeightRows) == 0;
-  if (problem.mean_rows >= 384 && pairs && problem.dtype == DType::kBFloat16) {
+  if (problem.mean_rows >= 384 && problem.k >= 4096 && pairs && problem.dtype == DType::kBFloat16) {
     return GemmTile::kRows256;
   }
   return GemmTile::kRows128;

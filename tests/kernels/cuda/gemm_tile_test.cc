@@ -52,8 +52,12 @@ TEST(GemmTileTest, MoreRowsNeverTakeASmallerTile) {
   }
 }
 
-TEST(GemmTileTest, KDoesNotMatter) {
-  for (const int64_t rows : {1, 40, 100, 5000}) {
+TEST(GemmTileTest, ShortSumsAreStoredWhileOthersAreMultiplied) {
+  for (const int64_t k : {128, 256, 1024, 2048}) {
+    EXPECT_EQ(ChooseGemmTile({DType::kBFloat16, 4096, k, 5000}), GemmTile::kRows128) << k;
+  }
+  EXPECT_EQ(ChooseGemmTile({DType::kBFloat16, 4096, 4096, 5000}), GemmTile::kRows256);
+  for (const int64_t rows : {1, 40, 100}) {
     for (const int64_t k : {128, 2048, 18432}) {
       EXPECT_EQ(ChooseGemmTile({DType::kBFloat16, 4096, k, rows}),
                 ChooseGemmTile({DType::kBFloat16, 4096, 7168, rows}));
