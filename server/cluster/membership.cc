@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "server/ops/call_error.h"
+#include "server/ops/duration_text.h"
 
 namespace expertmesh {
 namespace {
@@ -198,7 +199,14 @@ void Membership::Lose(uint64_t member_id, const absl::Status& reason) {
   Advance();
 }
 
-void Membership::Remove(int32_t ep_rank, const absl::Status& reason) {
+void Membership::Leave(uint64_t member_id) {
+  const absl::StatusOr<int32_t> rank = FindMember(options_.incarnation, member_id);
+  if (!rank.ok()) return;
+  Remove(*rank, absl::UnavailableError("it left"), /*has_left=*/true);
+  Advance();
+}
+
+void Membership::Remove(int32_t ep_rank, const absl::Status& reason, bool has_left) {
   Member& member = *members_[ep_rank];
   const bool was_in_epoch =
       member.state == MemberState::kForming || member.state == MemberState::kActive;
@@ -208,13 +216,16 @@ void Membership::Remove(int32_t ep_rank, const absl::Status& reason) {
   action.member_id = member.id;
   action.epoch = epoch_;
   action.reason = reason;
+  action.has_left = has_left;
+  visitors_[ep_rank].has_left = has_left;
   visitors_[ep_rank].lost_why = std::string(reason.message());
   visitors_[ep_rank].lost_at = clock_->Now();
   members_[ep_rank].reset();
   actions_.push_back(std::move(action));
   if (was_in_epoch) {
     End(CallError(ErrorReason::kStepLost,
-                  absl::StrCat("rank ", ep_rank, " was lost: ", reason.message())));
+                  has_left ? absl::StrCat("rank ", ep_rank, " left")
+                           : absl::StrCat("rank ", ep_rank, " was lost: ", reason.message())));
   }
 }
 
@@ -275,8 +286,8 @@ void Membership::Tick() {
   for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
     const std::optional<Member>& member = members_[rank];
     if (!member.has_value() || now < member->last_heard + options_.heartbeat_timeout) continue;
-    Remove(rank, absl::UnavailableError(absl::StrCat(
-                     "no heartbeat for ", absl::FormatDuration(now - member->last_heard))));
+    Remove(rank, absl::UnavailableError(
+                     absl::StrCat("no heartbeat for ", DurationText(now - member->last_heard))));
   }
   if (now >= phase_deadline_) {
     if (phase_ == Phase::kForming) {
@@ -362,7 +373,7 @@ std::vector<MemberView> Membership::View() const {
       view.state = MemberState::kLoading;
       view.heartbeat_age = now - visitor.announced;
     } else if (!visitor.lost_why.empty()) {
-      view.state = MemberState::kLost;
+      view.state = visitor.has_left ? MemberState::kLeft : MemberState::kLost;
       view.lost_why = visitor.lost_why;
       view.lost_age = now - visitor.lost_at;
     }

@@ -87,12 +87,14 @@ struct MembershipAction {
   int32_t ep_rank = 0;
   uint64_t member_id = 0;
   uint64_t epoch = 0;
-  absl::Status reason;  // kEndEpoch, kDrop
+  absl::Status reason;    // kEndEpoch, kDrop
+  bool has_left = false;  // kDrop: it took its leave
 };
 
 enum class MemberState : uint8_t {
   kMissing,      // never heard of
   kLost,         // was a member
+  kLeft,         // was a member, and took its leave
   kLoading,      // announced itself within the heartbeat's timeout
   kJoined,       // its stream has not come yet
   kStandingBy,   // waits for an epoch
@@ -112,8 +114,8 @@ struct MemberView {
   int64_t memory_limit_bytes = 0;
   absl::Duration heartbeat_age;
   double load_progress = 0;  // 1 for a member
-  std::string lost_why;      // kLost
-  absl::Duration lost_age;   // kLost
+  std::string lost_why;      // kLost, kLeft
+  absl::Duration lost_age;   // kLost, kLeft
 };
 
 // Who is in the group, and its epochs: pure state, no threads, no I/O. Every function may leave
@@ -145,6 +147,8 @@ class Membership {
   absl::StatusOr<bool> Announce(const RankAnnouncement& announcement);
   // Its stream ended. Nothing for somebody who is no member.
   void Lose(uint64_t member_id, const absl::Status& reason);
+  // It took its leave. Likewise.
+  void Leave(uint64_t member_id);
   // Answers of a member; ignored when they come from the past.
   void EpochReady(uint64_t member_id, uint64_t epoch, const absl::Status& status);
   void EpochDown(uint64_t member_id, uint64_t epoch);
@@ -174,6 +178,7 @@ class Membership {
   // What is known of a place's last member, and of who may be the next.
   struct Visitor {
     std::string lost_why;  // empty: nobody was lost
+    bool has_left = false;
     absl::Time lost_at;
     MemberView loading;
     absl::Time announced = absl::InfinitePast();
@@ -183,7 +188,7 @@ class Membership {
   absl::Status CheckInstructionSet(const RankOffer& offer) const;
   absl::Status CheckOffer(const RankOffer& offer) const;
   absl::StatusOr<int32_t> FindMember(uint64_t incarnation, uint64_t member_id) const;
-  void Remove(int32_t ep_rank, const absl::Status& reason);
+  void Remove(int32_t ep_rank, const absl::Status& reason, bool has_left = false);
   void End(const absl::Status& reason);
   bool AllAre(MemberState state) const;
   // From kEnding to kNone when nobody is left to wait for, from kNone to kForming when all are

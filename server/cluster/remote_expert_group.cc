@@ -158,9 +158,13 @@ void RemoteExpertGroup::PlanOrder(const MembershipAction& action) {
       });
       return;
     case MembershipAction::Kind::kDrop:
-      LogWarning("a rank was lost", {{"ep_rank", action.ep_rank},
-                                     {"member", action.member_id},
-                                     {"why", action.reason.message()}});
+      if (action.has_left) {
+        LogInfo("a rank left", {{"ep_rank", action.ep_rank}, {"member", action.member_id}});
+      } else if (!closed_) {
+        LogWarning("a rank was lost", {{"ep_rank", action.ep_rank},
+                                       {"member", action.member_id},
+                                       {"why", action.reason.message()}});
+      }
       if (is_there) {
         place.reset();
         stream_members_[action.ep_rank] = 0;
@@ -192,7 +196,9 @@ void RemoteExpertGroup::Act(std::unique_lock<std::mutex>& lock) {
   const uint64_t epoch = membership_.epoch();
   if (const uint64_t last = epoch_.exchange(epoch, std::memory_order_acq_rel); last != epoch) {
     if (last != 0) {
-      LogWarning("an epoch ended", {{"epoch", last}, {"why", end_reason.message()}});
+      Log(closed_ ? LogLevel::kInfo : LogLevel::kWarning, "an epoch ended",
+          {{"epoch", last},
+           {"why", closed_ ? "the control plane is stopping" : end_reason.message()}});
       for (const std::shared_ptr<RunningStep>& run : running_) {
         orders_.push_back([run, lost = CallError(ErrorReason::kStepLost, end_reason.message())] {
           run->OnLost(lost);
@@ -318,6 +324,12 @@ void RemoteExpertGroup::OnEpochDown(uint64_t member_id, uint64_t epoch) {
 void RemoteExpertGroup::OnStreamEnded(uint64_t member_id, const absl::Status& reason) {
   std::unique_lock<std::mutex> lock(mutex_);
   membership_.Lose(member_id, reason);
+  Act(lock);
+}
+
+void RemoteExpertGroup::OnLeave(uint64_t member_id) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  membership_.Leave(member_id);
   Act(lock);
 }
 

@@ -87,6 +87,7 @@ class RemoteExpertGroup : public ExpertGroup {
   void OnEpochReady(uint64_t member_id, uint64_t epoch, const absl::Status& status);
   void OnEpochDown(uint64_t member_id, uint64_t epoch);
   void OnStreamEnded(uint64_t member_id, const absl::Status& reason);
+  void OnLeave(uint64_t member_id);
 
   // STALE_INCARNATION, STALE_EPOCH unless the epoch is forming: only then may ranks use its keys.
   absl::Status CheckForming(uint64_t incarnation, uint64_t epoch) const;

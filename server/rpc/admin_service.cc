@@ -10,6 +10,7 @@
 #include "grpcpp/server_context.h"
 #include "kernels/base/steady_now.h"
 #include "server/ops/call_error.h"
+#include "server/ops/duration_text.h"
 #include "server/ops/start_thread.h"
 #include "server/rpc/status_mapping.h"
 
@@ -99,6 +100,8 @@ v1::RankState StateToWire(MemberState state) {
       return v1::RANK_STATE_MISSING;
     case MemberState::kLost:
       return v1::RANK_STATE_LOST;
+    case MemberState::kLeft:
+      return v1::RANK_STATE_LEFT;
     case MemberState::kLoading:
       return v1::RANK_STATE_LOADING;
     case MemberState::kJoined:
@@ -165,12 +168,12 @@ void FillMemberStatus(absl::Span<const MemberView> members, v1::GetStatusRespons
     out->set_instruction_set(member.instruction_set);
     if (member.state == MemberState::kMissing) {
       out->set_detail("no expert server with this number has joined");
-    } else if (member.state == MemberState::kLost) {
+    } else if (member.state == MemberState::kLost || member.state == MemberState::kLeft) {
       const absl::Duration age = absl::Trunc(member.lost_age, absl::Milliseconds(100));
-      out->set_detail(absl::StrCat(member.lost_why,
-                                   age == absl::ZeroDuration()
-                                       ? " just now"
-                                       : absl::StrCat(" ", absl::FormatDuration(age), " ago")));
+      out->set_detail(
+          absl::StrCat(member.lost_why, age == absl::ZeroDuration()
+                                            ? " just now"
+                                            : absl::StrCat(" ", DurationText(age), " ago")));
     } else if (member.state == MemberState::kForming) {
       out->set_detail("forming an epoch");
     }

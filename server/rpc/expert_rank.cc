@@ -139,7 +139,7 @@ void ExpertRank::Stop() {
     session = impl_->session;
     impl_->changed.notify_all();
   }
-  if (session != nullptr) session->Cancel();
+  if (session != nullptr) session->Leave();
 }
 
 bool ExpertRank::Impl::Wait(absl::Duration duration) {
@@ -263,7 +263,7 @@ absl::Status ExpertRank::Impl::RunSession(const v1::JoinResponse& membership) {
     session = own;
     was_stopped = stopped;
   }
-  if (was_stopped) own->Cancel();
+  if (was_stopped) own->Leave();
   absl::StatusOr<std::thread> heartbeats =
       StartThread([this, &membership] { SendHeartbeats(membership); });
   absl::Status status = heartbeats.status();
@@ -279,7 +279,11 @@ absl::Status ExpertRank::Impl::RunSession(const v1::JoinResponse& membership) {
   RunLane(*own, membership);
   for (std::thread& lane : lanes) lane.join();
   const absl::Status why = own->Next().status();
-  LogWarning("left the group", {{"why", why.message()}});
+  if (Wait(absl::ZeroDuration())) {
+    LogWarning("lost its place in the group", {{"why", why.message()}});
+  } else {
+    LogInfo("left the group");
+  }
   DropEpoch(why);
   {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -325,9 +329,9 @@ void ExpertRank::Impl::SendHeartbeats(const v1::JoinResponse& membership) {
     if (session != nullptr && (!is_member || now - last_answer > timeout)) {
       const std::shared_ptr<RankSession> lost = session;
       lock.unlock();
-      LogWarning(is_member ? "the control plane does not answer heartbeats"
-                           : "the control plane knows this member no more");
-      lost->Cancel();
+      lost->Cancel(absl::UnavailableError(is_member
+                                              ? "the control plane does not answer heartbeats"
+                                              : "the control plane counts it as a member no more"));
       return;
     }
     changed.wait_for(lock, absl::ToChronoNanoseconds(interval),

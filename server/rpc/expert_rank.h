@@ -52,7 +52,8 @@ class ExpertRank {
   // UNAVAILABLE when nobody answered for join_timeout, ALREADY_EXISTS when the number was taken for
   // that long.
   absl::Status Run();
-  // Any thread; Run returns soon.
+  // Takes leave of the control plane; Run returns soon. Any thread but gRPC's; blocks for half a
+  // second at most.
   void Stop();
 
  private:

@@ -1,5 +1,6 @@
 #include "server/rpc/rank_session.h"
 
+#include <chrono>
 #include <utility>
 
 #include "server/rpc/forward_encoder.h"
@@ -9,6 +10,7 @@ namespace expertmesh {
 namespace {
 
 constexpr char kMethod[] = "/expertmesh.v1.RankService/RunSteps";
+constexpr std::chrono::milliseconds kTimeToLeave(500);
 
 }  // namespace
 
@@ -104,8 +106,19 @@ void RankSession::Fail(const absl::Status& status) {
   changed_.notify_all();
 }
 
-void RankSession::Cancel() {
-  Fail(absl::CancelledError("the rank left"));
+void RankSession::Leave() {
+  v1::RunStepsRequest request;
+  request.mutable_leave();
+  Write(EncodeSmallMessage(request));
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait_for(lock, kTimeToLeave, [this] { return !end_.ok(); });
+  }
+  Cancel(absl::CancelledError("the rank was told to stop"));
+}
+
+void RankSession::Cancel(const absl::Status& reason) {
+  Fail(reason);
   context_.TryCancel();
 }
 

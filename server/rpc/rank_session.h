@@ -41,8 +41,11 @@ class RankSession final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc:
   absl::StatusOr<ReceivedCommand> Next();
   // Nothing when the stream has ended.
   void Write(grpc::ByteBuffer message);
+  // Takes leave of the control plane and ends the stream. Blocks until that is heard, half a second
+  // at most; Next returns by then. Not on gRPC's threads.
+  void Leave();
   // Ends the stream, or says why it is of no use; Next returns soon.
-  void Cancel();
+  void Cancel(const absl::Status& reason);
   void Fail(const absl::Status& status);
   // Cancels and blocks until gRPC is done with the stream. Once, before the last reference goes;
   // not on gRPC's threads.

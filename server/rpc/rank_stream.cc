@@ -216,6 +216,10 @@ absl::Status RankStream::Handle(ReceivedEvent event) {
       group_->OnEpochReady(member_id_, event.other.epoch_ready().epoch(),
                            FromRpcStatus(event.other.epoch_ready().status()));
       return absl::OkStatus();
+    case v1::RunStepsRequest::kLeave:
+      // Which ends the stream.
+      group_->OnLeave(member_id_);
+      return absl::OkStatus();
     case v1::RunStepsRequest::kEpochDown:
       group_->OnEpochDown(member_id_, event.other.epoch_down().epoch());
       return absl::OkStatus();

@@ -233,6 +233,9 @@ TEST(MembershipTest, ViewTellsWhoIsLoadingAndWhyOthersWereLost) {
   EXPECT_EQ(view.lost_age, absl::Seconds(1));
   EXPECT_TRUE(membership.Announce(coming).ok());
   EXPECT_EQ(membership.View()[1].state, MemberState::kLoading);
+  membership.Leave(ids[0]);
+  EXPECT_EQ(membership.View()[0].state, MemberState::kLeft);
+  membership.Leave(ids[0]);
 
   coming.ep_size = 3;
   EXPECT_EQ(ReasonOf(membership.Announce(coming).status()), ErrorReason::kWrongEpSize);

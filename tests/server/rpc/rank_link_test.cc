@@ -88,6 +88,15 @@ TEST_F(RankLinkTest, AStepThatDoesNotFitTheWireIsSentToNobody) {
   ExpectWorks(DispatchMode::kAllToAll, epoch);
 }
 
+TEST_F(RankLinkTest, ARankThatIsToldToStopHasLeft) {
+  EXPECT_TRUE(ranks_.StopRank(1).ok());
+  while (ranks_.group().epoch() != 0) std::this_thread::yield();
+  const std::vector<MemberView> members = ranks_.group().Members();
+  EXPECT_EQ(members[1].state, MemberState::kLeft);
+  EXPECT_EQ(members[1].lost_why, "it left");
+  EXPECT_NE(members[0].member_id, 0u);
+}
+
 // An epoch's end may come while its beginning is being obeyed, at any moment of it.
 TEST(RankLinkFormingTest, AnEpochThatEndsWhileItFormsIsLeftAtOnce) {
   const RandomMoe moe{RandomMoeShape{20, 12, 9, 4}, 1};
