@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <string>
@@ -11,6 +12,7 @@
 
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
+#include "server/comm/network_interface.h"
 #include "server/comm/socket_address.h"
 #include "server/expert_server.h"
 #include "server/flag_values.h"
@@ -124,6 +126,18 @@ absl::StatusOr<ExpertServerOptions> ReadFlags() {
   return options;
 }
 
+// NCCL takes no address for its own sockets: without this it would take any network that it finds.
+// Before there are threads, which might be reading the environment.
+absl::Status BindNccl(const std::string& bind_address) {
+  const absl::StatusOr<std::string> interface = InterfaceOfAddress(bind_address);
+  if (!interface.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat("--listen: ", interface.status().message()));
+  }
+  // Whoever has set it knows better. "=": this very name.
+  setenv("NCCL_SOCKET_IFNAME", absl::StrCat("=", *interface).c_str(), /*replace=*/0);
+  return absl::OkStatus();
+}
+
 int UsageError(const absl::Status& status) {
   std::fprintf(stderr, "expertmesh-expert-server: %s\nsee expertmesh-expert-server --help\n",
                std::string(status.message()).c_str());
@@ -152,6 +166,11 @@ int Run(const std::vector<std::string>& args) {
   absl::StatusOr<ExpertServerOptions> options = ReadFlags();
   if (!options.ok()) return UsageError(options.status());
 
+  if (absl::GetFlag(FLAGS_device) != "cpu") {
+    if (absl::Status status = BindNccl(options->bind_address); !status.ok()) {
+      return UsageError(status);
+    }
+  }
   absl::StatusOr<std::shared_ptr<CudaDevice>> device = OpenDeviceFlag(absl::GetFlag(FLAGS_device));
   if (!device.ok()) {
     if (absl::IsInvalidArgument(device.status())) return UsageError(device.status());

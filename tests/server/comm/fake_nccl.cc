@@ -186,7 +186,7 @@ struct FakeNccl::State {
     changed.notify_all();
   }
 
-  Result Enqueue(Group group) {
+  Result Enqueue(const Group& group) {
     Lock lock(mutex);
     if (group.comm == nullptr) return Result::kSuccess;
     FakeComm* const comm = group.comm;
@@ -441,7 +441,7 @@ Result FakeNccl::AllGather(const void* send, void* receive, int64_t num_bytes, C
                              false});
     }
   }
-  return state_->Enqueue(std::move(group));
+  return state_->Enqueue(group);
 }
 
 Result FakeNccl::AllToAll(const void* send, void* receive, int64_t num_bytes, Comm comm,
@@ -463,7 +463,7 @@ Result FakeNccl::AllToAll(const void* send, void* receive, int64_t num_bytes, Co
                              false});
     }
   }
-  return state_->Enqueue(std::move(group));
+  return state_->Enqueue(group);
 }
 
 absl::Status FakeNccl::SetDevice(int32_t device_index) {
