@@ -40,7 +40,7 @@ RankStream* RankStream::Start(RemoteExpertGroup* group,
   auto stream = std::shared_ptr<RankStream>(new RankStream(group, hidden_sizes, context));
   stream->self_ = stream;
   if (peer_error.ok()) {
-    stream->StartRead(&stream->read_);
+    stream->Read();
   } else {
     stream->End(peer_error);
   }
@@ -145,6 +145,11 @@ void RankStream::Pump() {
       cancelled_ = true;
       lock.unlock();
       context_->TryCancel();
+    } else if (wants_read_ && !end_.has_value()) {
+      // Here, as gRPC allows none once Finish was called.
+      wants_read_ = false;
+      lock.unlock();
+      StartRead(&read_);
     } else if (writing_ || (!end_.has_value() && to_write_.empty())) {
       break;
     } else if (end_.has_value()) {
@@ -185,7 +190,15 @@ void RankStream::OnReadDone(bool ok) {
   if (status.ok()) status = Handle(*std::move(event));
   if (!status.ok()) return End(status);
   // Only now, so that what the rank says is heard in its order.
-  StartRead(&read_);
+  Read();
+}
+
+void RankStream::Read() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    wants_read_ = true;
+  }
+  Pump();
 }
 
 absl::Status RankStream::Handle(ReceivedEvent event) {

@@ -63,6 +63,7 @@ class RankStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::
   absl::Status Handle(ReceivedEvent event);
   absl::Status HandleResult(ReceivedResult result);
   void Write(grpc::ByteBuffer message);
+  void Read();
   void Pump();
   // The first reason stays.
   void End(const absl::Status& reason);
@@ -79,6 +80,7 @@ class RankStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::
   std::mutex mutex_;  // guards what follows
   std::deque<grpc::ByteBuffer> to_write_;
   bool pumping_ = false;
+  bool wants_read_ = false;
   bool writing_ = false;
   bool cancelled_ = false;
   bool finished_ = false;
