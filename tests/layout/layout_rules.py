@@ -78,6 +78,11 @@ def is_test(path):
     return path.startswith("tests/")
 
 
+def is_read(path):
+    """Whether file_violations looks into the file."""
+    return path.endswith((*SOURCE_SUFFIXES, ".py", ".sh")) or pathlib.PurePosixPath(path).name.startswith("Dockerfile.")
+
+
 def strip_comments(text):
     """Blanks C++ comments, keeping line structure and string literals."""
     token = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
@@ -178,8 +183,25 @@ def name_violations(path):
     return [f"{path}: '{word}' says nothing about what is inside" for word in banned]
 
 
+def dockerfile_violations(path, text):
+    """No engine is here to try them: base images by short name, several stages, the last one without root."""
+    found = []
+    stages = re.findall(r"^FROM[ \t]+(\S+)", text, re.MULTILINE)
+    for image in stages:
+        if not re.fullmatch(r"[a-z0-9-]+(/[a-z0-9-]+)?:[\w.-]+", image):
+            found.append(f"{path}: base image '{image}': a short name with a tag, without a registry's host")
+    if len(stages) < 2:
+        found.append(f"{path}: compilers do not belong into an image: several stages")
+    users = re.findall(r"^USER[ \t]+(\S+)", text[text.rfind("\nFROM"):], re.MULTILINE)
+    if not users or users[-1].split(":")[0] in ("root", "0"):
+        found.append(f"{path}: the last stage runs as root")
+    return found
+
+
 def file_violations(path, text, exists):
     found = name_violations(path)
+    if pathlib.PurePosixPath(path).name.startswith("Dockerfile."):
+        return found + dockerfile_violations(path, text)
     if path.endswith(SOURCE_SUFFIXES):
         found += source_violations(path, text, exists)
     elif is_test(path) and path.endswith(".py"):

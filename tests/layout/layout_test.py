@@ -18,7 +18,7 @@ class RepositoryTest(unittest.TestCase):
         present = set(files)
         found = []
         for path in files:
-            text = (ROOT / path).read_text(encoding="utf-8") if path.endswith((*rules.SOURCE_SUFFIXES, ".py", ".sh")) else ""
+            text = (ROOT / path).read_text(encoding="utf-8") if rules.is_read(path) else ""
             found += rules.file_violations(path, text, present.__contains__)
         self.assertEqual([], found, "\n" + "\n".join(found))
 
@@ -157,6 +157,15 @@ class RulesTest(unittest.TestCase):
         for line in ("sleep 1", "start & sleep 1", "while true; do sleep 1; done", "(sleep 2)"):
             self.bad("tests/x.sh", line, "must not sleep")
         self.good("tests/x.sh", "# no sleep here\necho asleep now")
+
+    def test_dockerfiles(self):
+        good = "# Why.\nFROM debian:12 AS build\nRUN make\nFROM debian:12-slim\nUSER 65532:65532\n"
+        self.good("deploy/Dockerfile.cpu", good)
+        self.bad("deploy/Dockerfile.cpu", good.replace("debian:12-slim", "some.host/debian:12"), "registry's host")
+        self.bad("deploy/Dockerfile.cpu", good.replace("debian:12-slim", "debian"), "with a tag")
+        self.bad("deploy/Dockerfile.cpu", good.replace("USER 65532:65532", "USER 0:0"), "as root")
+        self.bad("deploy/Dockerfile.cpu", good.replace("USER 65532:65532", ""), "as root")
+        self.bad("deploy/Dockerfile.cpu", good.replace("FROM debian:12-slim\n", ""), "several stages")
 
     def test_header_guards(self):
         good = "#ifndef EXPERTMESH_SERVER_RPC_CODEC_H_\n#define EXPERTMESH_SERVER_RPC_CODEC_H_\n#endif"
