@@ -35,7 +35,7 @@ CudaStreamQueue::~CudaStreamQueue() {
   }
   if (thread_.joinable()) thread_.join();
   // Nobody is left to tell of an error; a lost context has freed everything anyway.
-  for (const cudaEvent_t event : idle_events_) static_cast<void>(cudaEventDestroy(event));
+  for (cudaEvent_t event : idle_events_) static_cast<void>(cudaEventDestroy(event));
   if (stream_ != nullptr) static_cast<void>(cudaStreamDestroy(stream_));
 }
 
@@ -170,9 +170,11 @@ void CudaStreamQueue::Advance(Lock& lock, By by) {
 
 bool CudaStreamQueue::TakeReachedMark(Lock& lock) {
   if (marks_.empty()) return false;
-  const cudaEvent_t reached = marks_.front().reached;
+  cudaEvent_t reached = marks_.front().reached;
   lock.unlock();
   const cudaError_t error = cudaEventQuery(reached);
+  // Else the next launch of this thread that asks for the last error would find it.
+  if (error == cudaErrorNotReady) static_cast<void>(cudaGetLastError());
   lock.lock();
   if (error == cudaErrorNotReady) return false;
   Mark mark = std::move(marks_.front());

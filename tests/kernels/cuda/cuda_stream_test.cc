@@ -152,6 +152,20 @@ TEST_F(CudaStreamTest, ALostDeviceFailsEveryStream) {
   EXPECT_EQ(late->Wait(Soon()).code(), absl::StatusCode::kInternal);
 }
 
+// Libraries ask for the last error after they have launched: it must be their own.
+TEST_F(CudaStreamTest, PollingLeavesNoErrorBehind) {
+  const std::unique_ptr<CudaStream> stream = pool_.NewStream();
+  const Buffer device = allocator_.Allocate(4).value();
+  const std::vector<char> bytes(4, 'y');
+  HangEmulatedDevice(true);
+  ASSERT_TRUE(Copy(*stream, device, bytes).ok());
+  EXPECT_EQ(stream->Wait(absl::Now() + absl::Milliseconds(1)).code(),
+            absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(cudaPeekAtLastError(), cudaSuccess);
+  HangEmulatedDevice(false);
+  EXPECT_TRUE(stream->Wait(Soon()).ok());
+}
+
 TEST_F(CudaStreamTest, ADeviceThatHangsIsWaitedForUntilTheDeadline) {
   const std::unique_ptr<CudaStream> stream = pool_.NewStream();
   const Buffer device = allocator_.Allocate(4).value();

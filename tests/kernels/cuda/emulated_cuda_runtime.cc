@@ -132,7 +132,7 @@ Runtime& TheRuntime() {
 }
 
 cudaError_t Remember(cudaError_t error) {
-  if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
+  if (error != cudaSuccess) last_error = error;
   return error;
 }
 

@@ -15,7 +15,7 @@
 //             cudaFree), on that thread, and then a random stream's next piece, drawn by a seed. So
 //             what is missing a wait meets poison or old bytes
 //   kernels   run by the grid emulation (grid_emulation.h) where that is linked
-//   errors    injected by the functions below
+//   errors    injected by the functions below; "not ready" is one that cudaGetLastError tells of
 // Thread safe.
 namespace expertmesh {
 
