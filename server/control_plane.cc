@@ -3,25 +3,19 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
-#include <fstream>
 #include <limits>
 #include <mutex>
-#include <numeric>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "grpcpp/impl/service_type.h"
 #include "kernels/base/steady_now.h"
 #include "server/checkpoints.h"
-#include "server/cluster/memory_need.h"
 #include "server/model/checkpoint_weight_source.h"
-#include "server/model/load_reporter.h"
 #include "server/ops/call_error.h"
 #include "server/ops/clock.h"
+#include "server/ops/listen_address.h"
 #include "server/ops/logging.h"
 #include "server/ops/metrics.h"
 #include "server/ops/server_metrics.h"
@@ -35,6 +29,7 @@
 #include "server/rpc/rank_metrics.h"
 #include "server/rpc/rank_service.h"
 #include "server/rpc/serving_state.h"
+#include "server/served_experts.h"
 
 namespace expertmesh {
 namespace {
@@ -45,69 +40,8 @@ constexpr absl::Duration kTimeToEndRanks = absl::Seconds(5);
 // at it, as gRPC's blocking clients do not between calls, never does.
 constexpr absl::Duration kTimeToSayGoodbye = absl::Milliseconds(200);
 
-absl::Status LoadRouters(const std::vector<ServedModel>& models, RouterTable* routers) {
-  for (const ServedModel& model : models) {
-    for (const LayerSpec& layer : model.spec.layers) {
-      std::unique_ptr<LoadedGate> gate;
-      if (layer.has_gate) {
-        absl::StatusOr<LoadedGate> loaded = model.source->LoadGate(layer.index);
-        if (!loaded.ok()) return loaded.status();
-        gate = std::make_unique<LoadedGate>(*std::move(loaded));
-      }
-      absl::StatusOr<std::unique_ptr<Router>> router =
-          NewRouter(model.spec, layer, std::move(gate));
-      if (!router.ok()) return router.status();
-      routers->Add(model.spec.name, *std::move(router));
-    }
-  }
-  return absl::OkStatus();
-}
-
-absl::Status LoadExperts(const std::vector<ServedModel>& models, bool progress_on_terminal,
-                         LocalExpertGroup* group) {
-  std::vector<const WeightSource*> sources;
-  for (const ServedModel& model : models) sources.push_back(model.source.get());
-  absl::StatusOr<std::vector<int64_t>> need = group->NeedBytes(sources);
-  if (!need.ok()) return need.status();
-  absl::StatusOr<int64_t> available = group->AvailableBytes();
-  if (!available.ok()) return available.status();
-
-  LoadReporter reporter(ProgressToStderr(progress_on_terminal), NamesOf(models));
-  reporter.Start(std::accumulate(need->begin(), need->end(), int64_t{0}), *available);
-  const absl::Status status = group->Load(
-      sources,
-      [&reporter](const LoadProgress& progress) {
-        reporter.Update(progress.loaded_bytes, progress.total_bytes);
-      },
-      *available);
-  reporter.Finish(status);
-  return status;
-}
-
-absl::Status WritePortFile(const std::string& path, int port) {
-  if (path.empty()) return absl::OkStatus();
-  // Readers see the whole number or no file.
-  const std::string unfinished = absl::StrCat(path, ".tmp");
-  {
-    std::ofstream file(unfinished);
-    file << port << "\n";
-    if (!file.flush()) return absl::UnavailableError(absl::StrCat("cannot write ", unfinished));
-  }
-  if (std::rename(unfinished.c_str(), path.c_str()) != 0) {
-    return absl::UnavailableError(absl::StrCat("cannot write ", path));
-  }
-  return absl::OkStatus();
-}
-
 absl::Status Named(absl::string_view flag, const absl::Status& status) {
   return absl::Status(status.code(), absl::StrCat("--", flag, ": ", status.message()));
-}
-
-std::string AddressWithPort(const std::string& listen, int port) {
-  const size_t colon = listen.rfind(':');
-  return absl::StartsWith(listen, "unix:") || colon == std::string::npos
-             ? listen
-             : absl::StrCat(listen.substr(0, colon), ":", port);
 }
 
 }  // namespace
@@ -140,7 +74,6 @@ struct ControlPlane::Impl {
   std::vector<MetricFamily> GroupMetrics() const;
   absl::Status Listen();
   void Serve();
-  void WarnOfEmptyRanks() const;
   void StopServing();
   // Blocking. How many calls had to be cut off.
   int64_t EndCalls(absl::Duration timeout);
@@ -276,6 +209,7 @@ std::vector<MetricFamily> ControlPlane::Impl::GroupMetrics() const {
       RankMetrics(group->epoch(), usage().Snapshot(),
                   remote_group == nullptr ? std::vector<MemberView>() : remote_group->Members());
   families.push_back(control_metrics.expert_load().Top(options.metrics_top_experts));
+  families.push_back(BuildInfo(EXPERTMESH_VERSION, group->instruction_set(), group->ep_size()));
   return families;
 }
 
@@ -312,23 +246,6 @@ absl::Status ControlPlane::Impl::Listen() {
   return WritePortFile(options.port_file, server->port());
 }
 
-void ControlPlane::Impl::WarnOfEmptyRanks() const {
-  int32_t most = 0;
-  for (const ServedModel& model : models) {
-    for (const LayerSpec& layer : model.spec.layers) {
-      const Placement* placement = group->placement(model.spec.name, layer.index);
-      int32_t num_empty = 0;
-      for (int32_t rank = 0; rank < group->ep_size(); ++rank) {
-        num_empty += placement->local_experts(rank).empty();
-      }
-      most = std::max(most, num_empty);
-    }
-  }
-  if (most == 0) return;
-  LogWarning("there are more ranks than a layer has experts: some hold none of it and idle",
-             {{"ranks", group->ep_size()}, {"idle", most}});
-}
-
 void ControlPlane::Impl::Serve() {
   StepControllerOptions controller_options = options.controller;
   // A step waits for other processes, and gRPC's threads, on which calls come, must not.
@@ -348,8 +265,7 @@ void ControlPlane::Impl::Serve() {
   for (const ServedModel& model : models) {
     backend.placement_fingerprints[&model.spec] = PlacementFingerprint(model.spec, *group);
   }
-  WarnOfEmptyRanks();
-  metrics.SetBuildInfo(EXPERTMESH_VERSION, group->instruction_set(), group->ep_size());
+  WarnOfEmptyRanks(models, *group);
   const std::lock_guard<std::mutex> lock(start_mutex);
   is_serving = true;
   state.StartServing(backend);
@@ -437,23 +353,7 @@ void ControlPlane::Impl::FillRankStatus(bool loaded, v1::GetStatusResponse* resp
     FillMemberStatus(remote_group->Members(), response);
     return FillUsage(remote_group->usage(), response);
   }
-  for (int32_t rank = 0; rank < group->ep_size(); ++rank) {
-    v1::RankStatus* out = response->add_ranks();
-    out->set_ep_rank(rank);
-    out->set_address("in-process");
-    out->set_state(loaded ? v1::RANK_STATE_ACTIVE : v1::RANK_STATE_LOADING);
-    out->set_instruction_set(group->instruction_set());
-    if (!loaded) continue;
-    out->set_load_progress(1);
-    out->set_weight_bytes(local_group->weight_bytes()[rank]);
-    for (const ServedModel& model : models) {
-      for (const LayerSpec& layer : model.spec.layers) {
-        const Placement* placement = group->placement(model.spec.name, layer.index);
-        const auto num_experts = static_cast<int64_t>(placement->local_experts(rank).size());
-        out->set_num_experts(out->num_experts() + num_experts);
-      }
-    }
-  }
+  FillLocalRankStatus(models, *local_group, loaded, response);
   FillUsage(local_group->usage(), response);
 }
 

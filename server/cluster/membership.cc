@@ -11,6 +11,8 @@
 namespace expertmesh {
 namespace {
 
+constexpr size_t kMaxNameBytes = 64;  // of a name that a rank sent
+
 absl::Status WrongModel(int32_t ep_rank, const std::string& what) {
   return CallError(ErrorReason::kWrongModel, absl::StrCat("rank ", ep_rank, ": ", what));
 }
@@ -85,6 +87,22 @@ absl::Status Membership::CheckInstructionSet(const RankOffer& offer) const {
   return absl::OkStatus();
 }
 
+std::string Membership::WhoHasWhat(const RankOffer& offer) const {
+  const auto names = [](const auto& models, auto name_of) {
+    std::string text;
+    for (const auto& model : models) {
+      absl::StrAppend(&text, text.empty() ? "" : ", ", name_of(model).substr(0, kMaxNameBytes));
+    }
+    return text.empty() ? std::string("none") : text.substr(0, 4 * kMaxNameBytes);
+  };
+  return absl::StrCat(
+      "it holds ", names(offer.models, [](const ModelManifest& model) { return model.model; }),
+      ", this group serves ",
+      names(options_.models, [](const ExpectedModel& model) { return model.name; }),
+      " (a model has its folder's name unless --model_name gives it one: the same for the control "
+      "plane and all ranks, and what clients send as the model)");
+}
+
 absl::Status Membership::CheckOffer(const RankOffer& offer) const {
   if (offer.protocol_version != options_.protocol_version) {
     return CallError(
@@ -94,15 +112,17 @@ absl::Status Membership::CheckOffer(const RankOffer& offer) const {
   }
   if (absl::Status status = CheckPlace(offer.ep_rank, offer.ep_size); !status.ok()) return status;
   if (offer.models.size() != options_.models.size()) {
-    return WrongModel(offer.ep_rank, absl::StrCat("brings ", offer.models.size(),
-                                                  " models instead of ", options_.models.size()));
+    return WrongModel(offer.ep_rank,
+                      absl::StrCat("brings ", offer.models.size(), " models instead of ",
+                                   options_.models.size(), "; ", WhoHasWhat(offer)));
   }
   for (const ExpectedModel& expected : options_.models) {
     const auto manifest = std::find_if(
         offer.models.begin(), offer.models.end(),
         [&expected](const ModelManifest& model) { return model.model == expected.name; });
     if (manifest == offer.models.end()) {
-      return WrongModel(offer.ep_rank, absl::StrCat("does not hold model ", expected.name));
+      return WrongModel(offer.ep_rank, absl::StrCat("does not hold model ", expected.name, "; ",
+                                                    WhoHasWhat(offer)));
     }
     if (absl::Status status = CheckModel(offer, *manifest, expected); !status.ok()) return status;
   }

@@ -187,6 +187,8 @@ class Membership {
   absl::Status CheckPlace(int32_t ep_rank, int32_t ep_size) const;
   absl::Status CheckInstructionSet(const RankOffer& offer) const;
   absl::Status CheckOffer(const RankOffer& offer) const;
+  // For who has to find out why names differ.
+  std::string WhoHasWhat(const RankOffer& offer) const;
   absl::StatusOr<int32_t> FindMember(uint64_t incarnation, uint64_t member_id) const;
   void Remove(int32_t ep_rank, const absl::Status& reason, bool has_left = false);
   void End(const absl::Status& reason);

@@ -391,8 +391,10 @@ absl::Status StepController::LateError(const PendingCall& call, absl::Time now) 
   }
   if (call.no_epoch_at > now || EpochReady()) return absl::OkStatus();
   if (call.was_lost) {
-    return CallError(ErrorReason::kStepLost,
-                     "a rank was lost and no new epoch formed before the call's deadline");
+    // As for NO_EPOCH: the rank is away.
+    return RetryableError(ErrorReason::kStepLost,
+                          "a rank was lost and no new epoch formed before the call's deadline",
+                          absl::Seconds(1));
   }
   return CallError(ErrorReason::kNoEpoch, "not all ranks came before the call's deadline");
 }

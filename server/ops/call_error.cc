@@ -91,7 +91,8 @@ absl::Status InvalidFieldError(absl::string_view field, const absl::AlphaNum& va
 absl::Status CallError(ErrorReason reason, absl::string_view message, CallErrorDetails details) {
   const ReasonEntry& entry = EntryOf(reason);
   if (entry.retryable && details.retry_after <= absl::ZeroDuration()) {
-    details.retry_after = kDefaultRetryAfter;
+    // A rank takes a second at least to come back, and to load its experts first a minute or more.
+    details.retry_after = reason == ErrorReason::kNoEpoch ? absl::Seconds(1) : kDefaultRetryAfter;
   }
   absl::Status status(entry.code, message);
   // Escaped, the members hold no line feed.

@@ -82,8 +82,8 @@ absl::Status InvalidFieldError(absl::string_view field, const absl::AlphaNum& va
                                absl::string_view limit);
 
 // The reason's code with `message`, which stands alone as a sentence for the caller.
-// A retryable reason gets kDefaultRetryAfter where details.retry_after is zero; details.reason is
-// overwritten.
+// A retryable reason gets kDefaultRetryAfter where details.retry_after is zero, NO_EPOCH a second;
+// details.reason is overwritten.
 absl::Status CallError(ErrorReason reason, absl::string_view message,
                        CallErrorDetails details = {});
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
+#include <fstream>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
@@ -34,6 +36,27 @@ absl::Status CheckListenAddress(absl::string_view flag, absl::string_view value)
   }
   return absl::InvalidArgumentError(absl::StrCat(
       "--", flag, " is '", value, "'; expected host:port or [v6]:port, the port 0 to ", kMaxPort));
+}
+
+std::string AddressWithPort(const std::string& listen, int port) {
+  const size_t colon = listen.rfind(':');
+  return absl::StartsWith(listen, "unix:") || colon == std::string::npos
+             ? listen
+             : absl::StrCat(listen.substr(0, colon), ":", port);
+}
+
+absl::Status WritePortFile(const std::string& path, int port) {
+  if (path.empty()) return absl::OkStatus();
+  const std::string unfinished = absl::StrCat(path, ".tmp");
+  {
+    std::ofstream file(unfinished);
+    file << port << "\n";
+    if (!file.flush()) return absl::UnavailableError(absl::StrCat("cannot write ", unfinished));
+  }
+  if (std::rename(unfinished.c_str(), path.c_str()) != 0) {
+    return absl::UnavailableError(absl::StrCat("cannot write ", path));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace expertmesh

@@ -1,6 +1,8 @@
 #ifndef EXPERTMESH_SERVER_OPS_LISTEN_ADDRESS_H_
 #define EXPERTMESH_SERVER_OPS_LISTEN_ADDRESS_H_
 
+#include <string>
+
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 
@@ -10,6 +12,12 @@ namespace expertmesh {
 // larger one modulo 65536 and an empty one for some other. INVALID_ARGUMENT names the flag, the
 // value and what is expected. Whether the address can be bound is not asked.
 absl::Status CheckListenAddress(absl::string_view flag, absl::string_view value);
+
+// The address that clients dial: `listen` with the port that the system chose.
+std::string AddressWithPort(const std::string& listen, int port);
+
+// Nothing for an empty path. Readers see the whole number or no file. UNAVAILABLE.
+absl::Status WritePortFile(const std::string& path, int port);
 
 }  // namespace expertmesh
 

@@ -1,8 +1,8 @@
 #include "server/ops/metrics.h"
 
+#include <civetweb.h>
 #include <netdb.h>
 #include <prometheus/counter.h>
-#include <prometheus/exposer.h>
 #include <prometheus/gauge.h>
 #include <prometheus/histogram.h>
 #include <prometheus/registry.h>
@@ -11,9 +11,9 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <exception>
 #include <future>
 #include <mutex>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 
@@ -165,7 +165,10 @@ void Knock(const std::string& address, int port) {
 }  // namespace
 
 struct MetricsExposer::Impl {
-  std::unique_ptr<prometheus::Exposer> exposer;
+  ~Impl() { mg_stop(server); }
+
+  const MetricsRegistry* registry = nullptr;
+  mg_context* server = nullptr;
   std::string address;
   int port = 0;
 };
@@ -174,7 +177,8 @@ MetricsExposer::MetricsExposer(std::unique_ptr<Impl> impl) : impl_(std::move(imp
 
 // civetweb looks for its stop flag when somebody connects, else every two seconds.
 MetricsExposer::~MetricsExposer() {
-  std::future<void> stopped = std::async(std::launch::async, [this] { impl_->exposer.reset(); });
+  std::future<void> stopped =
+      std::async(std::launch::async, [this] { mg_stop(std::exchange(impl_->server, nullptr)); });
   while (stopped.wait_for(std::chrono::milliseconds(10)) == std::future_status::timeout) {
     Knock(impl_->address, impl_->port);
   }
@@ -182,26 +186,38 @@ MetricsExposer::~MetricsExposer() {
 
 int MetricsExposer::port() const { return impl_->port; }
 
+// prometheus-cpp's own exposer would add series about itself, with quantiles that are NaN until
+// somebody has scraped for a while.
 absl::StatusOr<std::unique_ptr<MetricsExposer>> MetricsExposer::Start(
     const MetricsRegistry* registry, const std::string& address) {
   auto impl = std::make_unique<Impl>();
+  impl->registry = registry;
   impl->address = address;
-  // civetweb reports everything by exceptions.
-  try {
-    impl->exposer = std::make_unique<prometheus::Exposer>(
-        std::vector<std::string>{"listening_ports", address, "num_threads", "2"});
-    const std::vector<int> ports = impl->exposer->GetListeningPorts();
-    if (ports.empty()) {
-      return absl::UnavailableError(absl::StrCat("cannot listen on ", address));
-    }
-    impl->port = ports.front();
-    impl->exposer->RegisterCollectable(registry->impl_);
-  } catch (const std::exception& error) {
+  const mg_callbacks callbacks = {};
+  const char* const options[] = {"listening_ports", address.c_str(), "num_threads", "2", nullptr};
+  static const bool initialized = (mg_init_library(0), true);
+  static_cast<void>(initialized);
+  impl->server = mg_start(&callbacks, nullptr, const_cast<const char**>(options));
+  mg_server_port port = {};
+  if (impl->server == nullptr || mg_get_server_ports(impl->server, 1, &port) != 1) {
     return absl::UnavailableError(
         absl::StrCat("cannot listen on ", address,
                      " (taken, or not an address of this machine); port 0: the "
                      "system chooses one"));
   }
+  impl->port = port.port;
+  mg_set_request_handler(
+      impl->server, "/metrics$",
+      [](mg_connection* connection, void* user) {
+        const std::string text = static_cast<const MetricsRegistry*>(user)->Serialize();
+        mg_printf(connection,
+                  "HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
+                  "Content-Length: %zu\r\n\r\n",
+                  text.size());
+        mg_write(connection, text.data(), text.size());
+        return 200;
+      },
+      const_cast<MetricsRegistry*>(registry));
   return std::unique_ptr<MetricsExposer>(new MetricsExposer(std::move(impl)));
 }
 

@@ -88,18 +88,6 @@ ServerMetrics::ServerMetrics(MetricsRegistry* registry) : registry_(registry) {
   }
 }
 
-void ServerMetrics::SetBuildInfo(const std::string& version, const std::string& instruction_set,
-                                 int32_t num_ranks) const {
-  if (registry_ == nullptr) return;
-  registry_
-      ->AddGauge(
-          "expertmesh_build_info",
-          "1; the labels say what runs: version, instruction set (empty where ranks are "
-          "other processes), number of ranks",
-          {{"version", version}, {"isa", instruction_set}, {"ranks", std::to_string(num_ranks)}})
-      .Set(1);
-}
-
 void ServerMetrics::CountCall(CallMethod method, absl::StatusCode code, double seconds) const {
   if (registry_ == nullptr) return;
   CallsSeries(registry_, method, code).Increment();

@@ -31,9 +31,6 @@ struct ServerMetrics {
   ServerMetrics() = default;
   explicit ServerMetrics(MetricsRegistry* registry);  // outlives this object
 
-  // main: once, what this process is.
-  void SetBuildInfo(const std::string& version, const std::string& instruction_set,
-                    int32_t num_ranks) const;
   // rpc/: one answered call.
   void CountCall(CallMethod method, absl::StatusCode code, double seconds) const;
   void ObserveStage(StepStage stage, int64_t micros) const {

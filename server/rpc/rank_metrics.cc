@@ -96,4 +96,16 @@ std::vector<MetricFamily> RankMetrics(uint64_t epoch, absl::Span<const RankUsage
   return families;
 }
 
+MetricFamily BuildInfo(const std::string& version, const std::string& instruction_set,
+                       int32_t num_ranks) {
+  MetricFamily family;
+  family.name = "expertmesh_build_info";
+  family.help =
+      "1; the labels say what runs: version, the ranks' instruction set (empty until they have "
+      "come), number of ranks";
+  family.samples.push_back(
+      {{{"isa", instruction_set}, {"ranks", std::to_string(num_ranks)}, {"version", version}}, 1});
+  return family;
+}
+
 }  // namespace expertmesh

@@ -2,6 +2,7 @@
 #define EXPERTMESH_SERVER_RPC_RANK_METRICS_H_
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "absl/types/span.h"
@@ -19,6 +20,10 @@ inline constexpr size_t kMaxRanksByPeer = 64;
 // ranks of this process, empty.
 std::vector<MetricFamily> RankMetrics(uint64_t epoch, absl::Span<const RankUsage> usage,
                                       absl::Span<const MemberView> members);
+
+// 1; the labels say what runs. `instruction_set` is empty until the first ranks have said theirs.
+MetricFamily BuildInfo(const std::string& version, const std::string& instruction_set,
+                       int32_t num_ranks);
 
 }  // namespace expertmesh
 

@@ -76,8 +76,10 @@ TEST(CallErrorTest, MembersMayHoldAnyByte) {
 }
 
 TEST(CallErrorTest, OnlyRetryableReasonsAdviseARetryUnlessTold) {
-  EXPECT_EQ(GetCallErrorDetails(CallError(ErrorReason::kNoEpoch, "m"))->retry_after,
+  EXPECT_EQ(GetCallErrorDetails(CallError(ErrorReason::kQueueFull, "m"))->retry_after,
             kDefaultRetryAfter);
+  EXPECT_EQ(GetCallErrorDetails(CallError(ErrorReason::kNoEpoch, "m"))->retry_after,
+            absl::Seconds(1));
   EXPECT_EQ(GetCallErrorDetails(CallError(ErrorReason::kMessageTooLarge, "m"))->retry_after,
             absl::ZeroDuration());
   const absl::Status status =
