@@ -7,9 +7,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "kernels/base/checked_math.h"
 #include "kernels/base/step_arena.h"
 #include "kernels/base/stream.h"
+#include "server/rank/output_memory.h"
 
 namespace expertmesh {
 namespace {
@@ -18,23 +18,6 @@ int64_t NowMicros() {
   return std::chrono::duration_cast<std::chrono::microseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
       .count();
-}
-
-// An output's bytes with everything that keeps them: responses outlive steps.
-struct OutputMemory {
-  explicit OutputMemory(std::shared_ptr<Allocator> memory)
-      : allocator(std::move(memory)), arena(allocator.get()) {}
-  const std::shared_ptr<Allocator> allocator;
-  StepArena arena;
-};
-
-absl::StatusOr<std::byte*> AllocateRows(StepArena& arena, int64_t num_rows, int64_t row_bytes) {
-  const std::optional<int64_t> size_bytes = CheckedSizeProduct({num_rows, row_bytes});
-  if (!size_bytes) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat(num_rows, " rows of ", row_bytes, " bytes do not fit any memory"));
-  }
-  return arena.Allocate(*size_bytes);
 }
 
 }  // namespace
@@ -112,7 +95,8 @@ absl::StatusOr<GroupStepResult> DirectStep::Combine(const DirectSource& source, 
   }
   // One block by ascending rank, as the plan numbers them.
   StepArena arena(allocator_.get());
-  absl::StatusOr<std::byte*> returned = AllocateRows(arena, num_partials, partial_bytes);
+  absl::StatusOr<std::byte*> returned =
+      AllocateRows(arena, num_partials, hidden_size, combine_dtype);
   if (!returned.ok()) return returned.status();
   std::byte* end = *returned;
   for (const ShardOutput& shard : partials.shards) {
@@ -120,9 +104,8 @@ absl::StatusOr<GroupStepResult> DirectStep::Combine(const DirectSource& source, 
     std::memcpy(end, shard.rows, static_cast<size_t>(shard.num_rows * partial_bytes));
     end += shard.num_rows * partial_bytes;
   }
-  const auto memory = std::make_shared<OutputMemory>(allocator_);
-  absl::StatusOr<std::byte*> output =
-      AllocateRows(memory->arena, num_tokens, hidden_size * DTypeBytes(source.output_dtype));
+  absl::StatusOr<ShardOutput> output =
+      AllocateOutput(allocator_, num_tokens, hidden_size, source.output_dtype);
   if (!output.ok()) return output.status();
   if (num_tokens > 0) {
     SumRowsParams params;
@@ -132,7 +115,7 @@ absl::StatusOr<GroupStepResult> DirectStep::Combine(const DirectSource& source, 
     params.offsets = source.sum_offsets;
     params.row_indices = source.sum_rows;
     params.weights = source.sum_weights;
-    params.output = *output;
+    params.output = const_cast<std::byte*>(output->rows);
     params.output_dtype = source.output_dtype;
     const std::unique_ptr<Stream> stream = NewInlineHostStream();
     absl::Status status = row_ops_->SumRows(params, *stream);
@@ -143,10 +126,7 @@ absl::StatusOr<GroupStepResult> DirectStep::Combine(const DirectSource& source, 
   result.timings = partials.timings;
   result.timings.combine_micros += NowMicros() - begun;
   result.shards.resize(partials.shards.size());
-  ShardOutput& tokens = result.shards[0];
-  tokens.arena = std::shared_ptr<StepArena>(memory, &memory->arena);
-  tokens.rows = *output;
-  tokens.num_rows = num_tokens;
+  result.shards[0] = *std::move(output);
   return result;
 }
 

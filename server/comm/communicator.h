@@ -52,7 +52,7 @@ struct AllGatherVParams {
 // the same order, with the same tag. They are enqueued on `stream` and return
 // at once; work that follows on the stream sees the received bytes. Memory that
 // params name must live until the stream has passed the operation or Abort has
-// returned. One thread at a time.
+// returned. One thread at a time, unless operations have places:
 //
 // Steps that overlap give their operations places, 0, 1, 2 and so on without gaps, that the control
 // plane chose; then any number of threads may call, whichever comes first, and the communicator

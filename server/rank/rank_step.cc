@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/base/checked_math.h"
 #include "server/planning/slice_check.h"
+#include "server/rank/output_memory.h"
 
 namespace expertmesh {
 namespace {
@@ -17,25 +17,6 @@ int64_t NowNanos() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
       .count();
-}
-
-// An output's bytes with everything that keeps them: responses outlive steps.
-struct OutputMemory {
-  explicit OutputMemory(std::shared_ptr<Allocator> memory)
-      : allocator(std::move(memory)), arena(allocator.get()) {}
-  const std::shared_ptr<Allocator> allocator;
-  StepArena arena;
-};
-
-absl::StatusOr<std::byte*> AllocateRows(StepArena& arena, int64_t num_rows, int64_t hidden_size,
-                                        DType dtype) {
-  const std::optional<int64_t> size_bytes =
-      CheckedSizeProduct({num_rows, hidden_size, DTypeBytes(dtype)});
-  if (!size_bytes) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat(num_rows, " rows of ", hidden_size, " elements do not fit any memory"));
-  }
-  return arena.Allocate(*size_bytes);
 }
 
 }  // namespace
@@ -125,13 +106,11 @@ absl::Status RankStep::AcquireArenas() {
   host_arena_ = backend.device_allocator() == backend.host_allocator()
                     ? device_arena_
                     : engine_.host_arenas_.Acquire();
-  const auto memory = std::make_shared<OutputMemory>(backend.host_allocator());
-  absl::StatusOr<std::byte*> rows = AllocateRows(memory->arena, slice_.num_output_rows(),
-                                                 layer_->hidden_size, slice_.header.output_dtype);
-  if (!rows.ok()) return rows.status();
-  output_.arena = std::shared_ptr<StepArena>(memory, &memory->arena);
-  output_.rows = *rows;
-  output_.num_rows = slice_.num_output_rows();
+  absl::StatusOr<ShardOutput> output =
+      AllocateOutput(backend.host_allocator(), slice_.num_output_rows(), layer_->hidden_size,
+                     slice_.header.output_dtype);
+  if (!output.ok()) return output.status();
+  output_ = *std::move(output);
   return absl::OkStatus();
 }
 
