@@ -61,7 +61,7 @@ bool RankCluster::KillControl() {
 
 std::unique_ptr<ServerProcess> RankCluster::StartExpertServer(std::vector<std::string> args) {
   ServerProcess::Options process;
-  process.path = SiblingBinary("expertmesh-expert-server");
+  process.path = SiblingBinary(options_.expert_server);
   process.args = std::move(args);
   process.args.push_back(absl::StrCat("--control_plane=127.0.0.1:", rank_port_));
   auto started = ServerProcess::Start(std::move(process));

@@ -22,6 +22,7 @@ class RankCluster {
     int32_t ep_size = 2;
     std::vector<std::string> control_args;
     std::vector<std::string> rank_args;
+    std::string expert_server = "expertmesh-expert-server";
   };
   // Returns when the first epoch stands.
   static std::unique_ptr<RankCluster> Start(const Options& options);
