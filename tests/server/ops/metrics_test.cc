@@ -133,6 +133,9 @@ TEST(MetricsTest, ServesOnAPortOfTheKernelsChoice) {
   EXPECT_THAT(answer, HasSubstr("200 OK"));
   EXPECT_THAT(answer, HasSubstr("c_total 7"));
   EXPECT_THAT(HttpGet((*exposer)->port(), "/etc/passwd"), Not(HasSubstr("root")));
+  // Of whatever stands behind it.
+  EXPECT_THAT(HttpGet((*exposer)->port(), "/metrics"), Not(HasSubstr("exposer_")));
+  EXPECT_THAT(HttpGet((*exposer)->port(), "/metrics"), Not(HasSubstr("Nan")));
 }
 
 TEST(MetricsTest, ATakenPortIsAnError) {
