@@ -67,7 +67,7 @@ for program in expertmesh expertmesh-control-plane expertmesh-expert-server; do
 done
 
 scratch=$(mktemp -d)
-control_plane="" keepers=() mouths=() announcer=""
+control_plane="" keepers=() mouths=() announcer="" life=""
 # What a further signal while stopping goes to.
 stopping=() at_once=false
 
@@ -110,6 +110,7 @@ finish() {
     stop "$control_plane"
   fi
   ((${#keepers[@]} == 0)) || stop "${keepers[@]}"
+  [[ -z "$life" ]] || echo done >&"$life"
   # Their last words come before the prompt.
   local mouth
   for mouth in "${mouths[@]}"; do exec {mouth}>&-; done
@@ -204,6 +205,18 @@ for ((rank = 0; rank < num_ranks; rank++)); do
   keepers+=("$!")
 done
 
+# Ends it all when this script is killed: the only writer of its pipe is gone then.
+outlive() {
+  trap - EXIT
+  trap '' INT TERM HUP
+  local word
+  read -r word || {
+    kill -TERM "$control_plane" "${keepers[@]}" 2>/dev/null
+    rm -rf "$scratch"
+  }
+}
+exec {life}> >(outlive)
+
 # Says what there is, once there is all of it.
 announce() {
   trap - EXIT INT TERM HUP
@@ -211,6 +224,7 @@ announce() {
   for ((num_polls = 1; ; num_polls++)); do
     text=$("$bin/expertmesh" status --target="$target" --timeout=5s 2>/dev/null | head -n 1) || true
     [[ "$text" != *": ready" ]] || break
+    is_alive "$control_plane" || exit 0
     # A large checkpoint takes a while.
     ((num_polls % 25)) || say "$text"
     sleep 0.2
@@ -226,7 +240,7 @@ announce() {
   say "  kill -9 ${pids[-1]}     # the rank comes back; calls wait for it"
   say "Ctrl-C stops everything"
 }
-announce &
+announce {life}>&- &
 announcer=$!
 
 code=0

@@ -15,6 +15,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
 #include "tests/integration/process.h"
 
 namespace expertmesh {
@@ -57,9 +58,11 @@ int TheLine(const std::vector<std::string>& lines, const std::string& speaker,
 class LocalCluster {
  public:
   explicit LocalCluster(std::vector<std::string> args) {
-    args.insert(args.begin(),
-                {"deploy/local_cluster.sh", "--listen=127.0.0.1:0", "--bin", BinFolder()});
-    auto started = ServerProcess::Start({.path = "/usr/bin/setsid", .args = std::move(args)});
+    // Whoever runs tests in the background ignores SIGINT, and what a shell finds ignored it cannot
+    // trap.
+    args.insert(args.begin(), {"--default-signal=INT", "setsid", "deploy/local_cluster.sh",
+                               "--listen=127.0.0.1:0", "--bin", BinFolder()});
+    auto started = ServerProcess::Start({.path = "/usr/bin/env", .args = std::move(args)});
     EXPECT_TRUE(started.ok()) << started.status();
     if (started.ok()) script_ = *std::move(started);
   }
@@ -77,6 +80,10 @@ class LocalCluster {
     return match.ok() ? *match : std::vector<std::string>(10);
   }
   void PressCtrlC() { ASSERT_EQ(kill(-script_->pid(), SIGINT), 0); }
+  void Kill() {
+    ASSERT_TRUE(script_->Kill().ok());
+    EXPECT_EQ(WaitForEnd(), -SIGKILL);
+  }
   int WaitForEnd() {
     const auto exit_code = script_->Wait(kPlenty);
     EXPECT_TRUE(exit_code.ok()) << exit_code.status();
@@ -157,6 +164,23 @@ TEST(DeployScriptsTest, CtrlCEndsARankThatWasStopped) {
   cluster.PressCtrlC();
   EXPECT_EQ(cluster.WaitForEnd(), 0);
   EXPECT_NE(kill(atoi(pid.c_str()), 0), 0) << "it is still there";
+}
+
+TEST(DeployScriptsTest, NothingOutlivesAScriptThatIsKilled) {
+  LocalCluster cluster({"2"});
+  const std::vector<std::string> pids =
+      cluster.WaitForLine("pids: control plane ([0-9]+), ranks from 0 on ([0-9]+) ([0-9]+)");
+  // The last thing that it says comes after all of it was started.
+  cluster.WaitForLine("Ctrl-C stops everything");
+  cluster.Kill();
+  for (size_t i = 1; i < pids.size(); ++i) {
+    const pid_t pid = atoi(pids[i].c_str());
+    ASSERT_GT(pid, 0);
+    const absl::Time deadline = absl::Now() + kPlenty;
+    while (kill(pid, 0) == 0 && absl::Now() < deadline) {
+    }
+    EXPECT_NE(kill(pid, 0), 0) << pids[i] << " is still there";
+  }
 }
 
 TEST(DeployScriptsTest, AControlPlaneThatCannotStartEndsTheScript) {
