@@ -232,6 +232,7 @@ absl::Status ControlPlane::Impl::Listen() {
   std::vector<GrpcServer::NamedService> services = {{kExpertServiceName, service.get()}};
   if (options.allow_admin) {
     admin = NewAdminService({.metrics = &metrics,
+                             .open_calls = &open_calls,
                              .status = [this] { return Status(); },
                              .drain = [this](absl::Duration timeout) { return Drain(timeout); }});
     services.push_back({kAdminServiceName, admin.get()});

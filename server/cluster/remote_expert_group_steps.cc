@@ -152,7 +152,12 @@ absl::StatusOr<GroupStepResult> RemoteExpertGroup::FinishOnRanks(
     if (timings.compute_micros >= result.timings.compute_micros) result.timings = timings;
     result.shards.push_back(std::move(part.output));
   }
-  // All ranks are through with the step: it fails alone.
+  // All ranks are through with the step: it fails alone, whatever code a rank gives. These two say
+  // that the epoch has ended (ExpertGroup::RunStep), and whoever believes it waits for the next.
+  if (absl::IsUnavailable(output_error) || absl::IsDeadlineExceeded(output_error)) {
+    return absl::InternalError(
+        absl::StrCat("a rank lost its output of the step: ", output_error.ToString()));
+  }
   if (!output_error.ok()) return output_error;
   return result;
 }

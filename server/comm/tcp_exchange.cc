@@ -300,6 +300,9 @@ void TcpExchange::Advance() {
     }
     if (current_ == nullptr || !broken_.ok()) return;
     FinishIfComplete();
+    // What has ended is told before the next operation's bytes are moved: by the own thread, where
+    // there is one.
+    if (!signals_.empty() && thread_.joinable()) return;
     if (current_ != nullptr && !moved) return;
     if (num_breaking_.load(std::memory_order_relaxed) > 0) return;
   }

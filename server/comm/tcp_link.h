@@ -16,6 +16,8 @@ namespace expertmesh {
 // compute it while the payload passes through its cache. Both together are 64 bytes in the
 // payload's own message. Little-endian, as every machine this runs on.
 struct TcpMessageHeader {
+  // Changes with every change of the format; and so does kRankProtocolVersion, so that ranks that
+  // would not understand each other are refused when they join.
   static constexpr uint32_t kMagic = 0x32584d45;  // "EMX2"
 
   uint32_t magic = kMagic;

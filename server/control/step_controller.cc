@@ -1,6 +1,7 @@
 #include "server/control/step_controller.h"
 
 #include <algorithm>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -32,7 +33,17 @@ StepController::StepController(const StepControllerOptions& options, ExpertGroup
               options.max_num_tokens),
       registry_(options.limits) {
   worker_ = std::thread([this] { WorkerLoop(); });
-  timer_ = std::thread([this] { TimerLoop(); });
+  try {
+    timer_ = std::thread([this] { TimerLoop(); });
+  } catch (const std::system_error&) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+      worker_cv_.notify_all();
+    }
+    worker_.join();
+    throw;  // main says so
+  }
 }
 
 StepController::~StepController() {

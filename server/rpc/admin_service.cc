@@ -17,6 +17,20 @@
 namespace expertmesh {
 namespace {
 
+// Answered from a thread of ours, so the server must not go before gRPC has sent it.
+class DrainReactor final : public grpc::ServerUnaryReactor {
+ public:
+  explicit DrainReactor(OpenCalls* open_calls) : open_calls_(open_calls) { open_calls_->Begin(); }
+  void OnDone() override {
+    OpenCalls* const open_calls = open_calls_;
+    delete this;
+    open_calls->End();
+  }
+
+ private:
+  OpenCalls* const open_calls_;
+};
+
 class AdminServiceImpl final : public v1::AdminService::CallbackService {
  public:
   explicit AdminServiceImpl(AdminServiceOptions options) : options_(std::move(options)) {}
@@ -34,11 +48,10 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
     return reactor;
   }
 
-  grpc::ServerUnaryReactor* Drain(grpc::CallbackServerContext* context,
-                                  const v1::DrainRequest* request,
+  grpc::ServerUnaryReactor* Drain(grpc::CallbackServerContext*, const v1::DrainRequest* request,
                                   v1::DrainResponse* response) override {
     const absl::Time arrival = SteadyNow();
-    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    grpc::ServerUnaryReactor* reactor = new DrainReactor(options_.open_calls);
     if (request->timeout_micros() < 0) {
       Answer(reactor, CallMethod::kDrain,
              InvalidFieldError("timeout_micros", request->timeout_micros(), "0 or more"), arrival);

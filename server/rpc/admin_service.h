@@ -12,6 +12,7 @@
 #include "server/cluster/membership.h"
 #include "server/control/control_observer.h"
 #include "server/ops/server_metrics.h"
+#include "server/rpc/open_calls.h"
 
 namespace grpc {
 class Service;
@@ -23,6 +24,7 @@ inline constexpr char kAdminServiceName[] = "expertmesh.v1.AdminService";
 
 struct AdminServiceOptions {
   const ServerMetrics* metrics = nullptr;
+  OpenCalls* open_calls = nullptr;  // counts Drain; GetStatus is answered at once
   // The status now; must not block.
   std::function<v1::GetStatusResponse()> status;
   // Stops taking calls and waits for those admitted, as long as the timeout says, or the server's

@@ -1,6 +1,7 @@
 #include "server/rpc/explain_queue.h"
 
 #include <algorithm>
+#include <system_error>
 #include <utility>
 
 #include "server/ops/call_error.h"
@@ -14,7 +15,19 @@ constexpr size_t kMaxQueued = 64;
 }  // namespace
 
 ExplainQueue::ExplainQueue(int64_t max_bytes)
-    : max_bytes_(max_bytes), worker_([this] { RunWork(); }), timer_([this] { WatchDeadlines(); }) {}
+    : max_bytes_(max_bytes), worker_([this] { RunWork(); }) {
+  try {
+    timer_ = std::thread([this] { WatchDeadlines(); });
+  } catch (const std::system_error&) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+      changed_.notify_all();
+    }
+    worker_.join();
+    throw;  // main says so
+  }
+}
 
 ExplainQueue::~ExplainQueue() {
   {

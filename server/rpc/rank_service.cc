@@ -63,11 +63,6 @@ class StoreGetReactor final : public grpc::ServerUnaryReactor {
                                 v1::StoreGetResponse* response) {
     auto reactor = std::make_shared<StoreGetReactor>();
     reactor->self_ = reactor;
-    absl::Status status = group->CheckForming(request.incarnation(), request.epoch());
-    if (!status.ok()) {
-      reactor->FinishOnce(status);
-      return reactor.get();
-    }
     group->rendezvous().GetAsync(
         RendezvousKey(request.incarnation(), request.epoch(), request.key()),
         [reactor, response](absl::StatusOr<std::string> value) {
@@ -77,7 +72,8 @@ class StoreGetReactor final : public grpc::ServerUnaryReactor {
           reactor->Finish(ToGrpcStatus(value.status()));
         });
     // The epoch may have ended before the store knew of this one.
-    if (status = group->CheckForming(request.incarnation(), request.epoch()); !status.ok()) {
+    if (absl::Status status = group->CheckForming(request.incarnation(), request.epoch());
+        !status.ok()) {
       reactor->FinishOnce(status);
     }
     return reactor.get();

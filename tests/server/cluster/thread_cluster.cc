@@ -16,8 +16,12 @@ namespace expertmesh {
 // As an expert server: threads that take the commands in turns, each step on one of them.
 class ThreadCluster::Rank : public RemoteRank {
  public:
-  Rank(RankEngine* engine, std::unique_ptr<Communicator> communicator, Allocator* allocator)
-      : engine_(engine), communicator_(std::move(communicator)), allocator_(allocator) {}
+  Rank(RankEngine* engine, std::unique_ptr<Communicator> communicator, Allocator* allocator,
+       decltype(Options::report) report)
+      : engine_(engine),
+        communicator_(std::move(communicator)),
+        allocator_(allocator),
+        report_(std::move(report)) {}
   ~Rank() override { Stop(); }
 
   void SetMember(RemoteExpertGroup* group, uint64_t member_id) {
@@ -47,7 +51,8 @@ class ThreadCluster::Rank : public RemoteRank {
           done = std::move(done)](std::unique_lock<std::mutex>& lead) mutable {
       ComputeTurns::Turn turn = engine_->TakeTurn();
       lead.unlock();
-      done(engine_->RunStep(std::move(slice), std::move(shard), deadline, std::move(turn)));
+      auto result = engine_->RunStep(std::move(slice), std::move(shard), deadline, std::move(turn));
+      done(report_ == nullptr ? std::move(result) : report_(std::move(result)));
     });
   }
   void SkipOrder(uint64_t incarnation, uint64_t epoch, int64_t order) override {
@@ -89,6 +94,7 @@ class ThreadCluster::Rank : public RemoteRank {
   RankEngine* const engine_;
   std::unique_ptr<Communicator> communicator_;
   Allocator* const allocator_;
+  const decltype(Options::report) report_;
   RemoteExpertGroup* group_ = nullptr;
   uint64_t member_id_ = 0;
   std::mutex lead_;
@@ -154,7 +160,7 @@ absl::StatusOr<std::unique_ptr<ThreadCluster>> ThreadCluster::Start(const Weight
     if (options.wrap != nullptr) communicator = options.wrap(std::move(communicator));
     const auto rank =
         std::make_shared<Rank>(cluster->engines_.back().get(), std::move(communicator),
-                               cluster->group_->request_allocator());
+                               cluster->group_->request_allocator(), options.report);
     cluster->ranks_.push_back(rank);
     const absl::StatusOr<uint64_t> member_id = cluster->group_->Join(offer);
     if (!member_id.ok()) return member_id.status();

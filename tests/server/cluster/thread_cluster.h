@@ -25,6 +25,8 @@ class ThreadCluster {
     std::function<std::vector<std::unique_ptr<Communicator>>(int32_t ep_size)> communicate;
     // Stands between the engines and the communicators; may be null.
     std::function<std::unique_ptr<Communicator>(std::unique_ptr<Communicator>)> wrap;
+    // Makes of a rank's result what the group is told, on any thread; may be null.
+    std::function<absl::StatusOr<RankStepResult>(absl::StatusOr<RankStepResult>)> report;
   };
 
   // Loads all layers of `source`, which it does not need afterwards, and stands in epoch 1.

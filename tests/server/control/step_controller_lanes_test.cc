@@ -1,6 +1,7 @@
 // Steps that overlap, over real engines whose ranks are threads: what lanes do must change no byte,
 // and they must overlap.
 
+#include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <map>
@@ -137,6 +138,7 @@ class StepControllerLanesTest : public testing::TestWithParam<int32_t> {
     journal_.Restart();
     ThreadCluster::Options cluster_options;
     cluster_options.ep_size = GetParam();
+    cluster_options.report = report_;
     cluster_options.wrap = [this](std::unique_ptr<Communicator> real) {
       return std::make_unique<JournalCommunicator>(std::move(real), &journal_);
     };
@@ -229,6 +231,7 @@ class StepControllerLanesTest : public testing::TestWithParam<int32_t> {
   const std::unique_ptr<SyntheticWeightSource> source_ = TwoLayers();
   RouterTable routers_;
   Journal journal_;
+  decltype(ThreadCluster::Options::report) report_;
   std::unique_ptr<ThreadCluster> cluster_;
   std::unique_ptr<StepController> controller_;
 };
@@ -328,6 +331,34 @@ TEST_P(StepControllerLanesTest, CancelledFollowersAreSkipped) {
   }
   EXPECT_EQ(cluster_->group().epoch(), 1u);
   EXPECT_EQ(controller_->Snapshot().steps_lost, 0u);
+}
+
+// A rank's word about its output alone ends no epoch, whatever code it is: whoever believed that
+// it did would wait for another epoch for ever.
+TEST_P(StepControllerLanesTest, ALostOutputIsItsCallsOwnWhateverItsCode) {
+  std::atomic<int> num_lost{0};
+  std::atomic<absl::StatusCode> code{absl::StatusCode::kOk};
+  report_ = [&](absl::StatusOr<RankStepResult> result) {
+    if (result.ok() && code != absl::StatusCode::kOk) {
+      result->output_error = absl::Status(code, "says the test");
+      ++num_lost;
+    }
+    return result;
+  };
+  ASSERT_NO_FATAL_FAILURE(StartCluster({}));
+  std::mt19937_64 random(13);
+  for (const absl::StatusCode lost :
+       {absl::StatusCode::kUnavailable, absl::StatusCode::kDeadlineExceeded,
+        absl::StatusCode::kResourceExhausted}) {
+    SCOPED_TRACE(absl::StatusCodeToString(lost));
+    code = lost;
+    EXPECT_EQ(Submit(*controller_, cluster_->group(), RandomRequest(random, 20))->WaitCode(),
+              lost == absl::StatusCode::kResourceExhausted ? lost : absl::StatusCode::kInternal);
+    code = absl::StatusCode::kOk;
+    Bytes(*Submit(*controller_, cluster_->group(), RandomRequest(random, 20)));
+  }
+  EXPECT_GE(num_lost, 3);
+  EXPECT_EQ(cluster_->group().epoch(), 1u);
 }
 
 }  // namespace

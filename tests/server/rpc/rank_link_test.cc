@@ -118,7 +118,10 @@ TEST(RankLinkFormingTest, AnEpochThatEndsWhileItFormsIsLeftAtOnce) {
     step->plan.slices[1].pair_local_expert[0] = 99;  // ends the epoch
     EXPECT_FALSE(group.RunStep(*std::move(step), false, SteadyNow() + absl::Minutes(1)).ok());
     // Seen too late, some of them stand.
+    const absl::Time deadline = SteadyNow() + absl::Minutes(1);
     while (group.epoch() <= epoch && !group.CheckForming(group.incarnation(), epoch + 1).ok()) {
+      ASSERT_LT(SteadyNow(), deadline);
+      std::this_thread::yield();
     }
     // More or less of the forming has been done by then.
     for (int i = 0; i < round; ++i) std::this_thread::yield();
