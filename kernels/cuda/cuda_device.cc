@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "kernels/base/steady_now.h"
 #include "kernels/cuda/cuda_expert_kernels.h"
 #include "kernels/cuda/cuda_row_ops.h"
 #include "kernels/cuda/cuda_status.h"
@@ -49,7 +49,7 @@ class OneCudaDevice : public CudaDevice {
   absl::Status CopyNow(std::byte* to, const std::byte* from, int64_t size_bytes) override {
     const std::unique_ptr<CudaStream> stream = streams_->NewStream();
     absl::Status status = stream->Copy(to, from, size_bytes);
-    return status.ok() ? stream->Wait(absl::Now() + kCopyTimeout) : status;
+    return status.ok() ? stream->Wait(SteadyNow() + kCopyTimeout) : status;
   }
 
  private:

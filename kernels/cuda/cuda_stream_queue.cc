@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "absl/strings/str_cat.h"
 #include "kernels/base/host_deadline.h"
+#include "kernels/base/steady_now.h"
 #include "kernels/cuda/cuda_status.h"
 
 namespace expertmesh {
@@ -24,6 +26,14 @@ CudaStreamQueue::CudaStreamQueue(int32_t device_index) : device_index_(device_in
     created_ = CudaStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking),
                           "cudaStreamCreateWithFlags", device_index_);
   }
+  if (created_.ok()) {
+    try {
+      thread_ = std::thread([this] { RunThread(); });
+    } catch (const std::system_error& error) {
+      created_ = absl::ResourceExhaustedError(absl::StrCat("a stream's thread: ", error.what()));
+    }
+  }
+  const Lock lock(mutex_);
   error_ = created_;
 }
 
@@ -68,7 +78,7 @@ absl::Status CudaStreamQueue::Wait(absl::Time deadline) {
     }
     if (IsIdle()) return error_;
     WakeThread();
-    if (absl::Now() >= deadline) {
+    if (SteadyNow() >= deadline) {
       return absl::DeadlineExceededError("stream still busy at the deadline");
     }
     if (!advancing_ && !marks_.empty()) {
@@ -130,14 +140,13 @@ bool CudaStreamQueue::ThreadIsNeeded() const {
 }
 
 void CudaStreamQueue::WakeThread() {
-  // What waits for an event will need it.
-  const bool is_needed = ThreadIsNeeded();
-  if (!is_needed && pending_.empty()) return;
-  if (!thread_.joinable()) thread_ = std::thread([this] { RunThread(); });
-  if (is_needed) changed_.notify_all();
+  if (ThreadIsNeeded()) changed_.notify_all();
 }
 
 void CudaStreamQueue::RunThread() {
+  // A thread begins on device 0, and asking for an event would make a context there. What fails
+  // here fails for the operations too.
+  static_cast<void>(UseCudaDevice(device_index_));
   Lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return stopping_ || ThreadIsNeeded(); });

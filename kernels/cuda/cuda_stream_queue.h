@@ -23,8 +23,7 @@ namespace expertmesh {
 // operations that have not reached it, and the marks of which the device has not told yet.
 //
 // Whichever thread comes by moves the queue on (Advance), one at a time: the caller of an
-// operation, the caller of Wait, or the queue's own thread, which alone runs host functions. That
-// thread starts when it is first needed.
+// operation, the caller of Wait, or the queue's own thread, which alone runs host functions.
 class CudaStreamQueue : public std::enable_shared_from_this<CudaStreamQueue> {
  public:
   struct Operation {

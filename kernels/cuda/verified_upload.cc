@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "kernels/base/steady_now.h"
 
 namespace expertmesh {
 namespace {
@@ -25,7 +25,7 @@ struct Chunk {
 
 absl::Status Finish(Chunk& chunk) {
   if (chunk.size_bytes == 0) return absl::OkStatus();
-  absl::Status status = chunk.stream->Wait(absl::Now() + kChunkTimeout);
+  absl::Status status = chunk.stream->Wait(SteadyNow() + kChunkTimeout);
   if (!status.ok()) return status;
   const int64_t size_bytes = std::exchange(chunk.size_bytes, 0);
   if (std::memcmp(chunk.packed.data(), chunk.read_back.data(), static_cast<size_t>(size_bytes)) ==

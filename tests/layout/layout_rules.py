@@ -57,6 +57,9 @@ PLAIN_DATA = re.compile(r"^kernels/cpu/\w+_plain\.h$")
 
 BANNED_WORDS = {"util", "utils", "helper", "helpers", "common", "misc"}
 SLEEP = re.compile(r"\b(sleep|usleep|nanosleep|clock_nanosleep|sleep_for|sleep_until|SleepFor|SleepUntil)\s*\(")
+# Deadlines go by kernels/base/steady_now.h: whoever sets the wall clock ends and prolongs nothing.
+WALL_CLOCK = re.compile(r"\babsl::Now\(|\bsystem_clock::now\(")
+WALL_CLOCK_FILES = {"kernels/base/steady_now.h", "server/rpc/grpc_deadline.h", "server/ops/logging.cc"}
 SHELL_SLEEP = re.compile(r"(^|[;&|({]\s*|\bdo\s+|\bthen\s+|\belse\s+)\s*sleep\s", re.MULTILINE)
 
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(["<])([^">]+)[">]', re.MULTILINE)
@@ -172,6 +175,8 @@ def source_violations(path, text, exists):
         first = [line.split() for line in code.splitlines() if line.strip()][:2]
         if first != [["#ifndef", guard], ["#define", guard]]:
             found.append(f"{path}: the header guard must be {guard}")
+    if path.startswith(("kernels/", "server/")) and path not in WALL_CLOCK_FILES and WALL_CLOCK.search(code):
+        found.append(f"{path}: deadlines go by SteadyNow(), not by the wall clock")
     if is_test(path) and SLEEP.search(strip_strings(code)):
         found.append(f"{path}: a test must not sleep")
     return found

@@ -147,6 +147,12 @@ class RulesTest(unittest.TestCase):
             self.assertEqual(1, len(rules.name_violations(path)), path)
         self.good("server/comm/communicator.cc")
 
+    def test_wall_clock(self):
+        self.bad("kernels/cuda/x.cc", "if (absl::Now() > deadline) {}", "not by the wall clock")
+        self.bad("server/comm/x.h", "std::chrono::system_clock::now()", "not by the wall clock")
+        self.good("server/rpc/grpc_deadline.h", "return absl::Now();")
+        self.good("server/comm/x.cc", "SteadyNow();")
+
     def test_sleep(self):
         for call in ("sleep(1);", "std::this_thread::sleep_for(ms);", "absl::SleepFor(d);", "usleep (10);"):
             self.bad("tests/server/rpc/x_test.cc", call, "must not sleep")
