@@ -19,7 +19,8 @@ std::shared_ptr<RankSession> RankSession::Start(grpc::GenericStub* stub, Allocat
                                                 OnEpochEnd on_epoch_end) {
   std::shared_ptr<RankSession> session(new RankSession(allocator, std::move(on_epoch_end)));
   session->self_ = session;
-  stub->PrepareBidiStreamingCall(&session->context_, kMethod, grpc::StubOptions(), session.get());
+  stub->PrepareBidiStreamingCall(session->context_.get(), kMethod, grpc::StubOptions(),
+                                 session.get());
   session->AddHold();  // for writes that are started outside of reactions
   session->StartRead(&session->read_);
   session->StartCall();
@@ -84,7 +85,7 @@ void RankSession::OnReadDone(bool ok) {
   read_.Clear();
   if (!command.ok()) {
     Fail(command.status());
-    context_.TryCancel();
+    TryCancel();
     return;
   }
   if (command->other.has_epoch_end()) {
@@ -119,7 +120,12 @@ void RankSession::Leave() {
 
 void RankSession::Cancel(const absl::Status& reason) {
   Fail(reason);
-  context_.TryCancel();
+  TryCancel();
+}
+
+void RankSession::TryCancel() {
+  const std::lock_guard<std::mutex> lock(context_mutex_);
+  if (context_ != nullptr) context_->TryCancel();
 }
 
 void RankSession::Finish() {
@@ -128,7 +134,7 @@ void RankSession::Finish() {
     closing_ = true;
     changed_.wait(lock, [this] { return !pumping_; });
   }
-  context_.TryCancel();
+  TryCancel();
   RemoveHold();
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [this] { return done_; });
@@ -139,6 +145,11 @@ void RankSession::OnDone(const grpc::Status& status) {
   absl::Status end = FromGrpcStatus(status);
   if (end.ok()) end = absl::UnavailableError("the control plane ended the stream");
   Fail(end);
+  {
+    // Before anybody learns of the end, who may drop the channel next.
+    const std::lock_guard<std::mutex> lock(context_mutex_);
+    context_.reset();
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   done_ = true;
   changed_.notify_all();

@@ -59,11 +59,14 @@ class RankSession final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc:
   RankSession(Allocator* allocator, OnEpochEnd on_epoch_end)
       : allocator_(allocator), on_epoch_end_(std::move(on_epoch_end)) {}
 
+  void TryCancel();
   void Pump();
 
   Allocator* const allocator_;
   const OnEpochEnd on_epoch_end_;
-  grpc::ClientContext context_;
+  // Null after OnDone: it holds the channel, whose last reference must not go on gRPC's threads.
+  std::mutex context_mutex_;
+  std::unique_ptr<grpc::ClientContext> context_ = std::make_unique<grpc::ClientContext>();
   grpc::ByteBuffer read_;
   std::shared_ptr<RankSession> self_;  // until OnDone
 
