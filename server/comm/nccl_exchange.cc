@@ -47,6 +47,8 @@ NcclExchange::NcclExchange(Params params)
       control_stream_(NewThreadedHostStream()) {}
 
 NcclExchange::~NcclExchange() {
+  // The device may still get to them.
+  if (left_behind_) return;
   for (const NcclFunctions::DeviceEvent event : idle_events_) functions_.EventDestroy(event);
 }
 
