@@ -50,7 +50,7 @@ usage: deploy/install_deps.sh [--test] [--cuda]
            $BIN_DIR grpcurl (built from the Go module proxy) and buf
   --cuda   also what the preset "cuda" needs: a CUDA 13 toolkit that is here already (nvcc on the PATH or in
            /usr/local/cuda) is left as it is; else NVIDIA's PyPI wheels are unpacked into $CUDA_DIR (x86-64);
-           and CUTLASS's headers into $CUTLASS_DIR
+           CUTLASS's headers into $CUTLASS_DIR, and NCCL into $NCCL_DIR unless /usr/include has one
 USAGE
 }
 
