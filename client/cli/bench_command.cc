@@ -1,8 +1,14 @@
+#include <errno.h>
+#include <poll.h>
 #include <signal.h>
-#include <time.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdio>
+#include <future>
 #include <memory>
 #include <string>
 #include <variant>
@@ -24,6 +30,7 @@
 #include "client/cli/json_output.h"
 #include "client/cli/reference_check.h"
 #include "client/cli/wire_dtype.h"
+#include "kernels/base/steady_now.h"
 #include "server/model/checkpoint_weight_source.h"
 
 ABSL_DECLARE_FLAG(std::string, model);
@@ -57,14 +64,96 @@ bool SameServer(const v1::ServedBy& a, const v1::ServedBy& b) {
          a.instruction_set() == b.instruction_set();
 }
 
+// Takes each Ctrl-C for an event that the main thread learns of, as long as it lives; one such at a
+// time. By a handler and not by blocking the signal: gRPC makes threads when it likes, whose mask
+// nobody controls, and before there are figures to lose Ctrl-C shall end the program.
+class CtrlC {
+ public:
+  CtrlC() = default;
+  // The event stays open: the handler may run on another thread still.
+  ~CtrlC() {
+    if (event_.load() >= 0) sigaction(SIGINT, &before_, nullptr);
+  }
+  CtrlC(const CtrlC&) = delete;
+  CtrlC& operator=(const CtrlC&) = delete;
+
+  // Once, before the others.
+  absl::Status Catch() {
+    event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (event_.load() < 0) return absl::ErrnoToStatus(errno, "eventfd");
+    struct sigaction action = {};
+    action.sa_handler = &CtrlC::Handle;
+    action.sa_flags = SA_RESTART;
+    sigaction(SIGINT, &action, &before_);
+    // In this thread, whatever mask the program was started with.
+    sigset_t mask;
+    sigemptyset(&mask);
+    sigaddset(&mask, SIGINT);
+    pthread_sigmask(SIG_UNBLOCK, &mask, nullptr);
+    return absl::OkStatus();
+  }
+
+  // True: it came, within `duration` or since the last time that this was true.
+  bool Sleep(absl::Duration duration) {
+    const absl::Time end = SteadyNow() + duration;
+    while (true) {
+      const absl::Duration left =
+          std::clamp(end - SteadyNow(), absl::ZeroDuration(), absl::Hours(1));
+      const timespec time = absl::ToTimespec(left);
+      pollfd event = {event_.load(), POLLIN, 0};
+      if (ppoll(&event, 1, &time, nullptr) > 0) {
+        uint64_t count = 0;
+        return read(event.fd, &count, sizeof(count)) == sizeof(count);
+      }
+      if (SteadyNow() >= end) return false;
+    }
+  }
+  bool Came() { return Sleep(absl::ZeroDuration()); }
+
+  // Ends the program as Ctrl-C does, without destructors that would wait for calls in flight.
+  [[noreturn]] static void EndProgram() {
+    fflush(nullptr);
+    signal(SIGINT, SIG_DFL);
+    raise(SIGINT);
+    _exit(128 + SIGINT);
+  }
+
+ private:
+  static void Handle(int /*signal*/) {
+    const int saved = errno;
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t written = write(event_.load(), &one, sizeof(one));
+    errno = saved;
+  }
+
+  static inline std::atomic<int> event_{-1};
+  struct sigaction before_ = {};
+};
+
+// As ExpertClient::Forward. CANCELLED: Ctrl-C came first, and the call goes on.
+absl::StatusOr<ForwardOutput> ForwardUnlessCtrlC(ExpertClient& client, const ForwardInput& input,
+                                                 CtrlC& ctrl_c) {
+  constexpr auto kPoll = std::chrono::milliseconds(50);
+  const auto answer = std::make_shared<std::promise<absl::StatusOr<ForwardOutput>>>();
+  std::future<absl::StatusOr<ForwardOutput>> future = answer->get_future();
+  client.ForwardAsync(
+      input, CallOptionsFromFlags(),
+      [answer](absl::StatusOr<ForwardOutput> result) { answer->set_value(std::move(result)); });
+  while (future.wait_for(kPoll) != std::future_status::ready) {
+    if (ctrl_c.Came()) return absl::CancelledError("interrupted");
+  }
+  return future.get();
+}
+
 absl::StatusOr<BenchVerification> Verify(ExpertClient& client,
                                          const std::vector<std::unique_ptr<ForwardJob>>& load,
                                          const std::vector<BenchSample>& samples,
-                                         const WeightSource* weights) {
+                                         const WeightSource* weights, CtrlC& ctrl_c) {
   BenchVerification result;
   for (const BenchSample& sample : samples) {
+    if (ctrl_c.Came()) return absl::CancelledError("interrupted");
     const ForwardJob& job = *load[sample.request];
-    const absl::StatusOr<ForwardOutput> alone = client.Forward(job.input, CallOptionsFromFlags());
+    const absl::StatusOr<ForwardOutput> alone = ForwardUnlessCtrlC(client, job.input, ctrl_c);
     if (!alone.ok()) return alone.status();
     if (!SameServer(alone->response.served_by(), sample.answer.response.served_by())) {
       ++result.num_not_comparable;
@@ -80,29 +169,6 @@ absl::StatusOr<BenchVerification> Verify(ExpertClient& client,
   }
   return result;
 }
-
-// The first Ctrl-C ends the measuring early, so that what was seen is told; another one ends the
-// program.
-class CtrlC {
- public:
-  // Blocked in threads that are made while this one blocks it, which is how it comes to Sleep.
-  CtrlC() {
-    sigemptyset(&signal_);
-    sigaddset(&signal_, SIGINT);
-  }
-  void Block() { pthread_sigmask(SIG_BLOCK, &signal_, nullptr); }
-  void Unblock() { pthread_sigmask(SIG_UNBLOCK, &signal_, nullptr); }
-  // True: it came within `duration`, and is unblocked.
-  bool Sleep(absl::Duration duration) {
-    const timespec time = absl::ToTimespec(std::max(duration, absl::ZeroDuration()));
-    if (sigtimedwait(&signal_, nullptr, &time) != SIGINT) return false;
-    Unblock();
-    return true;
-  }
-
- private:
-  sigset_t signal_;
-};
 
 std::string Shape(const v1::GetModelResponse& model, const BenchLoadOptions& load,
                   const BenchRunOptions& run) {
@@ -187,10 +253,7 @@ absl::Status Run() {
   BenchLoadOptions load_options;
   BenchRunOptions run_options;
   if (absl::Status status = ReadFlags(load_options, run_options); !status.ok()) return status;
-  CtrlC ctrl_c;
-  ctrl_c.Block();
   absl::StatusOr<std::unique_ptr<ExpertClient>> client = ClientFromFlags();
-  ctrl_c.Unblock();
   if (!client.ok()) return client.status();
   const absl::StatusOr<v1::GetModelResponse> model =
       (*client)->GetModel(absl::GetFlag(FLAGS_model), CallOptionsFromFlags());
@@ -217,19 +280,24 @@ absl::Status Run() {
   BenchReport report{model->model(), model->hidden_size(), absl::GetFlag(FLAGS_skew), load_options,
                      run_options};
   BenchProgressLine line(run_options.call.timeout);
-  ctrl_c.Block();
+  CtrlC ctrl_c;
+  if (absl::Status status = ctrl_c.Catch(); !status.ok()) return status;
   report.result = RunBench(
       **client, *load, run_options, [&](const BenchProgress& progress) { line.Show(progress); },
       [&](absl::Duration duration) { return ctrl_c.Sleep(duration); });
-  ctrl_c.Unblock();
-  line.Draw(absl::StrCat("verifying ", report.result.samples.size(), " answers"));
-  report.verification = Verify(**client, *load, report.result.samples, weights.get());
+  if (report.result.interrupted) {
+    report.verification = absl::CancelledError("interrupted");
+  } else {
+    line.Draw(absl::StrCat("verifying ", report.result.samples.size(), " answers"));
+    report.verification = Verify(**client, *load, report.result.samples, weights.get(), ctrl_c);
+  }
   line.Erase();
   if (JsonWanted()) {
     PrintBenchJson(report);
   } else {
     PrintBenchText(report);
   }
+  if (absl::IsCancelled(report.verification.status())) CtrlC::EndProgram();
   if (report.result.summary.num_ok == 0) return NothingAnswered(report.result);
   if (!report.verification.ok()) return report.verification.status();
   if (!report.verification->ok())
@@ -255,7 +323,9 @@ const Command kBenchCommand = {
     "  --max_attempts=N           1 counts each refusal as an error; above it (4 by default) calls "
     "are\n"
     "                             retried as clients do, and that is part of their latency\n"
-    "  Ctrl-C ends the measuring early and tells what was seen\n\n"
+    "  Ctrl-C ends the measuring early and tells what was seen; another one ends the waiting for "
+    "calls\n"
+    "                             and the verification\n\n"
     "What is verified, after the run:\n"
     "  --samples=N   answers that must have the bytes of the same request alone\n"
     "  --check=DIR   they must also agree with a float64 evaluation of the checkpoint in DIR\n\n"

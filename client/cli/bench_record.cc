@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "absl/time/clock.h"
-
 namespace expertmesh {
 
 int64_t BenchSummary::num_errors() const {
@@ -37,7 +35,7 @@ void BenchRecord::Add(absl::Duration latency, const absl::StatusOr<ForwardOutput
 
 void BenchRecord::Restart() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  start_ = absl::Now();
+  start_ = SteadyNow();
   latencies_micros_.clear();
   num_tokens_ = server_micros_ = 0;
   errors_by_code_.clear();
@@ -45,12 +43,17 @@ void BenchRecord::Restart() {
   first_error_ = absl::OkStatus();
 }
 
+absl::Status BenchRecord::first_error() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return first_error_;
+}
+
 BenchSummary BenchRecord::Summarize() const {
   BenchSummary summary;
   std::vector<int64_t> sorted;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    summary.seconds = absl::ToDoubleSeconds(absl::Now() - start_);
+    summary.seconds = absl::ToDoubleSeconds(SteadyNow() - start_);
     summary.num_tokens = num_tokens_;
     summary.errors_by_code = errors_by_code_;
     summary.first_message_by_code = first_message_by_code_;

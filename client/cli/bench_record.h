@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "client/forward_input.h"
+#include "kernels/base/steady_now.h"
 
 namespace expertmesh {
 
@@ -42,13 +43,14 @@ class BenchRecord {
   void Add(absl::Duration latency, const absl::StatusOr<ForwardOutput>& answer);
   // Forgets what came before: the warm-up.
   void Restart();
+  absl::Status first_error() const;
   // Since construction or Restart.
   BenchSummary Summarize() const;
 
  private:
   // std, for ThreadSanitizer does not see into Debian's build of absl::Mutex. Guards all below.
   mutable std::mutex mutex_;
-  absl::Time start_ = absl::Now();
+  absl::Time start_ = SteadyNow();
   std::vector<int64_t> latencies_micros_;
   int64_t num_tokens_ = 0;
   int64_t server_micros_ = 0;

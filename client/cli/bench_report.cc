@@ -63,26 +63,41 @@ BenchProgressLine::BenchProgressLine(absl::Duration timeout)
     : timeout_(timeout), is_terminal_(isatty(STDERR_FILENO) != 0) {}
 
 void BenchProgressLine::Show(const BenchProgress& progress) {
+  if (!is_terminal_) return Say(progress);
+  const BenchSummary summary = progress.summarize();
   const std::string in_flight = absl::StrFormat("in flight %d", progress.num_in_flight);
   switch (progress.phase) {
     case BenchProgress::Phase::kWarmup:
       return Draw(absl::StrFormat("warming up %.1f s  %s  errors %d  %s",
-                                  std::max(0.0, progress.seconds), Rates(progress.summary),
-                                  progress.summary.num_errors(), in_flight));
+                                  std::max(0.0, progress.seconds), Rates(summary),
+                                  summary.num_errors(), in_flight));
     case BenchProgress::Phase::kMeasuring:
       return Draw(absl::StrFormat("measuring %.1f s  %s  errors %d  %s", progress.seconds,
-                                  Rates(progress.summary), progress.summary.num_errors(),
-                                  in_flight));
+                                  Rates(summary), summary.num_errors(), in_flight));
     case BenchProgress::Phase::kWaitingForCalls:
-      const std::string text = absl::StrFormat(
-          "time is over; waiting for %d calls in flight, the oldest for %.1f s (they end within "
-          "--timeout=%s)",
-          progress.num_in_flight, absl::ToDoubleSeconds(progress.longest_wait),
-          absl::FormatDuration(timeout_));
-      if (!is_terminal_ && !has_said_wait_) fprintf(stderr, "  %s\n", text.c_str());
-      has_said_wait_ = true;
-      return Draw(text);
+      return Draw(WhatItWaitsFor(progress));
   }
+}
+
+void BenchProgressLine::Say(const BenchProgress& progress) {
+  if (!has_said_error_ && !progress.first_error.ok()) {
+    has_said_error_ = true;
+    fprintf(stderr, "  first error: %s: %s\n",
+            absl::StatusCodeToString(progress.first_error.code()).c_str(),
+            std::string(progress.first_error.message()).c_str());
+  }
+  if (!has_said_wait_ && progress.phase == BenchProgress::Phase::kWaitingForCalls) {
+    has_said_wait_ = true;
+    fprintf(stderr, "  %s\n", WhatItWaitsFor(progress).c_str());
+  }
+}
+
+std::string BenchProgressLine::WhatItWaitsFor(const BenchProgress& progress) const {
+  return absl::StrFormat(
+      "time is over; waiting for %d calls in flight, the oldest for %.1f s (they end within "
+      "--timeout=%s)",
+      progress.num_in_flight, absl::ToDoubleSeconds(progress.longest_wait),
+      absl::FormatDuration(timeout_));
 }
 
 void BenchProgressLine::Draw(const std::string& text) {
@@ -135,7 +150,9 @@ void PrintBenchText(const BenchReport& report) {
   if (report.verification.ok()) {
     PrintVerification(*report.verification);
   } else {
-    printf("  verified      nothing: calls made for it failed\n");
+    printf("  verified      nothing: %s\n", absl::IsCancelled(report.verification.status())
+                                                ? "interrupted"
+                                                : "calls made for it failed");
   }
 }
 

@@ -33,9 +33,13 @@ class BenchProgressLine {
   void Erase();
 
  private:
+  void Say(const BenchProgress& progress);
+  std::string WhatItWaitsFor(const BenchProgress& progress) const;
+
   const absl::Duration timeout_;
   const bool is_terminal_;
   bool has_said_wait_ = false;
+  bool has_said_error_ = false;
 };
 
 // All of a run.
@@ -46,7 +50,7 @@ struct BenchReport {
   BenchLoadOptions load;
   BenchRunOptions run;
   BenchResult result;
-  // An error: not done, calls made for it failed.
+  // An error: not done, calls made for it failed; CANCELLED: interrupted.
   absl::StatusOr<BenchVerification> verification = BenchVerification();
 };
 

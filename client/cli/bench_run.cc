@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "absl/time/clock.h"
+#include "kernels/base/steady_now.h"
 
 namespace expertmesh {
 namespace {
@@ -19,14 +20,16 @@ constexpr absl::Duration kProgressInterval = absl::Milliseconds(500);
 constexpr absl::Duration kFirstPause = absl::Milliseconds(20);
 constexpr absl::Duration kLongestPause = absl::Seconds(1);
 
-// Sends requests and books their answers; shared by both loops.
-class Runner {
+// Sends requests and books their answers; shared by both loops, and with the calls in flight, which
+// may outlive them when nobody waits for them any more.
+class Runner : public std::enable_shared_from_this<Runner> {
  public:
   Runner(ExpertClient& client, const std::vector<std::unique_ptr<ForwardJob>>& load,
          const BenchRunOptions& options)
       : client_(client), load_(load), options_(options), pacer_([this] { SendWhatPaused(); }) {}
-  // After WaitForCallsInFlight.
-  ~Runner() {
+  // No call starts once this has returned, but for those that are in the middle of it. Must come
+  // before the end of this object, and never on one of the client's threads.
+  void StopPacer() {
     StopSending();
     pacer_.join();
   }
@@ -51,7 +54,7 @@ class Runner {
   // Keeps one call in flight until StopSending; `num_errors`: that the ones before it ended with in
   // a row.
   void KeepSending(int num_errors = 0) {
-    const absl::Time due = absl::Now();
+    const absl::Time due = SteadyNow();
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (stopping_) return;
@@ -92,15 +95,17 @@ class Runner {
   // How long the oldest call in flight has waited.
   absl::Duration longest_wait() const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return in_flight_.empty() ? absl::ZeroDuration() : absl::Now() - *in_flight_.begin();
+    return in_flight_.empty() ? absl::ZeroDuration() : SteadyNow() - *in_flight_.begin();
   }
   int64_t num_not_sent() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return num_not_sent_;
   }
   BenchSummary Summarize() const { return record_.Summarize(); }
+  absl::Status first_error() const { return record_.first_error(); }
   std::vector<BenchSample> TakeSamples() {
     const std::lock_guard<std::mutex> lock(mutex_);
+    measuring_ = false;
     return std::move(samples_);
   }
 
@@ -108,11 +113,10 @@ class Runner {
   // `due` is in in_flight_.
   void KeepSendingFrom(absl::Time due, int num_errors) {
     Call(due, [this, due, num_errors](bool ok) {
-      const absl::Time next = absl::Now();
+      const absl::Time next = SteadyNow();
       {
         const std::lock_guard<std::mutex> lock(mutex_);
         Ended(due);
-        // From here on this object may be gone.
         if (stopping_) return;
         if (!ok) {
           paused_.emplace(
@@ -135,9 +139,10 @@ class Runner {
       request = next_request_++ % load_.size();
     }
     client_.ForwardAsync(load_[request]->input, options_.call,
-                         [this, due, request, done](absl::StatusOr<ForwardOutput> answer) {
+                         [this, self = shared_from_this(), due, request,
+                          done](absl::StatusOr<ForwardOutput> answer) {
                            const bool ok = answer.ok();
-                           record_.Add(absl::Now() - due, answer);
+                           record_.Add(SteadyNow() - due, answer);
                            KeepSample(request, std::move(answer));
                            done(ok);
                          });
@@ -155,8 +160,8 @@ class Runner {
     while (!stopping_) {
       if (paused_.empty()) {
         pause_changed_.wait(lock);
-      } else if (const absl::Time next = paused_.begin()->first; next > absl::Now()) {
-        pause_changed_.wait_until(lock, absl::ToChronoTime(next));
+      } else if (const absl::Time next = paused_.begin()->first; next > SteadyNow()) {
+        pause_changed_.wait_for(lock, absl::ToChronoNanoseconds(next - SteadyNow()));
       } else {
         const int num_errors = paused_.begin()->second;
         paused_.erase(paused_.begin());
@@ -181,7 +186,7 @@ class Runner {
 
   ExpertClient& client_;
   const std::vector<std::unique_ptr<ForwardJob>>& load_;
-  const BenchRunOptions& options_;
+  const BenchRunOptions options_;
   BenchRecord record_;
 
   // std, for ThreadSanitizer does not see into Debian's build of absl::Mutex. Guards all below.
@@ -203,10 +208,10 @@ class Runner {
 void OpenLoop(Runner& runner, const BenchRunOptions& options, absl::Time end) {
   std::mt19937_64 random(options.seed);
   std::exponential_distribution<double> gap(options.rate);
-  for (absl::Time due = absl::Now(); due < end; due += absl::Seconds(gap(random))) {
+  for (absl::Time due = SteadyNow(); due < end; due += absl::Seconds(gap(random))) {
     // In short pieces, for a run that is ended early.
-    while (absl::Now() < due && !runner.is_stopping()) {
-      absl::SleepFor(std::min(due - absl::Now(), kProgressInterval));
+    while (SteadyNow() < due && !runner.is_stopping()) {
+      absl::SleepFor(std::min(due - SteadyNow(), kProgressInterval));
     }
     if (runner.is_stopping()) return;
     runner.SendOne(due);
@@ -220,12 +225,13 @@ BenchResult RunBench(ExpertClient& client, const std::vector<std::unique_ptr<For
                      absl::FunctionRef<void(const BenchProgress&)> progress,
                      absl::FunctionRef<bool(absl::Duration)> sleep) {
   using Phase = BenchProgress::Phase;
-  Runner runner(client, load, options);
+  const auto shared_runner = std::make_shared<Runner>(client, load, options);
+  Runner& runner = *shared_runner;
   const auto report = [&](Phase phase, absl::Duration time) {
-    progress({phase, absl::ToDoubleSeconds(time), runner.Summarize(), runner.in_flight(),
-              runner.longest_wait()});
+    progress({phase, absl::ToDoubleSeconds(time), [&] { return runner.Summarize(); },
+              runner.first_error(), runner.in_flight(), runner.longest_wait()});
   };
-  const absl::Time measure_from = absl::Now() + options.warmup;
+  const absl::Time measure_from = SteadyNow() + options.warmup;
   const absl::Time end = measure_from + options.duration;
   std::thread open_loop;
   bool measuring = options.warmup <= absl::ZeroDuration();
@@ -236,8 +242,8 @@ BenchResult RunBench(ExpertClient& client, const std::vector<std::unique_ptr<For
     for (int i = 0; i < options.concurrency; ++i) runner.KeepSending();
   }
   bool stop = false;
-  while (!stop && absl::Now() < end) {
-    const absl::Time now = absl::Now();
+  while (!stop && SteadyNow() < end) {
+    const absl::Time now = SteadyNow();
     if (!measuring && now >= measure_from) {
       runner.StartMeasuring();
       measuring = true;
@@ -245,24 +251,26 @@ BenchResult RunBench(ExpertClient& client, const std::vector<std::unique_ptr<For
     stop = sleep(std::min(
         {kProgressInterval, end - now, measuring ? kProgressInterval : measure_from - now}));
     if (measuring) {
-      report(Phase::kMeasuring, absl::Now() - measure_from);
+      report(Phase::kMeasuring, SteadyNow() - measure_from);
     } else {
-      report(Phase::kWarmup, measure_from - absl::Now());
+      report(Phase::kWarmup, measure_from - SteadyNow());
     }
   }
   BenchResult result;
   // Summarized before the calls in flight end: they were part of the load, but what they add has no
   // second to stand in.
   runner.StopSending();
-  const absl::Time stopped = absl::Now();
+  const absl::Time stopped = SteadyNow();
   result.summary = runner.Summarize();
   result.num_not_sent = runner.num_not_sent();
   result.num_unfinished = runner.in_flight();
   result.oldest_unfinished_micros = absl::ToInt64Microseconds(runner.longest_wait());
   if (open_loop.joinable()) open_loop.join();
-  while (!runner.WaitForCallsInFlight(kProgressInterval)) {
-    report(Phase::kWaitingForCalls, absl::Now() - stopped);
+  while (!result.interrupted && !runner.WaitForCallsInFlight(kProgressInterval)) {
+    report(Phase::kWaitingForCalls, SteadyNow() - stopped);
+    result.interrupted = sleep(absl::ZeroDuration());
   }
+  runner.StopPacer();
   result.unfinished_errors_by_code = runner.Summarize().errors_by_code;
   for (const auto& [code, count] : result.summary.errors_by_code) {
     int64_t& later = result.unfinished_errors_by_code[code];

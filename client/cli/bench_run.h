@@ -45,22 +45,26 @@ struct BenchResult {
   int64_t num_unfinished = 0;
   int64_t oldest_unfinished_micros = 0;
   std::map<std::string, int64_t> unfinished_errors_by_code;  // those that then failed
+  bool interrupted = false;  // calls are still in flight: `sleep` ended the wait for them
   std::vector<BenchSample> samples;
 };
 
 // Where a run stands.
 struct BenchProgress {
   enum class Phase { kWarmup, kMeasuring, kWaitingForCalls };
-  Phase phase = Phase::kWarmup;
-  double seconds = 0;  // of this phase so far; warming up: left
-  BenchSummary summary;
-  int64_t num_in_flight = 0;
+  Phase phase;
+  double seconds;  // of this phase so far; warming up: left
+  // Dear: only for what is shown.
+  absl::FunctionRef<BenchSummary()> summarize;
+  absl::Status first_error;
+  int64_t num_in_flight;
   absl::Duration longest_wait;  // of a call in flight
 };
 
 // Blocking: warms up, measures, waits for the calls in flight, which takes at most their timeout.
 // `progress` runs on this thread about twice a second. `sleep` is how this thread passes time: true
-// from it ends the measuring early.
+// from it ends the measuring early, and after that the wait for the calls in flight, which then go
+// on: `client` and `load` must outlive them.
 BenchResult RunBench(ExpertClient& client, const std::vector<std::unique_ptr<ForwardJob>>& load,
                      const BenchRunOptions& options,
                      absl::FunctionRef<void(const BenchProgress&)> progress,

@@ -82,15 +82,21 @@ TEST(BenchProcessTest, AServerThatIsKilledInTheMiddle) {
   const auto server = ServerUnderTest::Start({.checkpoint = kFixture});
   ASSERT_NE(server, nullptr);
   const auto bench = StartBench(
-      *server, {"--json", "--warmup=0s", "--duration=2s", "--timeout=1s", "--max_attempts=1"});
+      *server, {"--json", "--warmup=0s", "--duration=1h", "--timeout=30s", "--max_attempts=1"});
   ASSERT_TRUE(AwaitAnswers(server.get(), 20));
   ASSERT_TRUE(server->process().Kill().ok());
+  ASSERT_TRUE(bench->WaitForLine("first error: UNAVAILABLE", kPatience).ok());
+  ASSERT_TRUE(bench->Signal(SIGINT).ok());
   EXPECT_EQ(ExitCode(bench.get()), 1);
   const json result = json::parse(bench->Stdout());
   EXPECT_GT(result["calls_ok"], 0);
+  ASSERT_TRUE(result["errors"].contains("UNAVAILABLE")) << result;
   EXPECT_GT(result["errors"]["UNAVAILABLE"], 0) << result;
-  // 8 slots that pause 20 ms, 40 ms, ... 1 s fail 7 times each in two seconds, not thousands.
-  EXPECT_LE(result["errors"]["UNAVAILABLE"], 8 * 20) << result;
+  // 8 slots that pause 20 ms, 40 ms, ... 1 s fail 7 times each in their first second and once a
+  // second from then on, not thousands of times.
+  EXPECT_LE(result["errors"]["UNAVAILABLE"].get<double>(),
+            8 * (8 + result["seconds"].get<double>()))
+      << result;
   EXPECT_EQ(result["verified"], nullptr);
   EXPECT_THAT(bench->Stderr(), HasSubstr("is the server up"));
 }
@@ -106,11 +112,14 @@ TEST(BenchProcessTest, AServerThatIsStoppedInTheMiddleIsUnavailableAndNothingEls
     ASSERT_TRUE(AwaitAnswers(server.get(), 20));
     ASSERT_TRUE(server->process().Terminate().ok());
     ASSERT_TRUE(server->process().Wait(kPatience).ok());
+    ASSERT_TRUE(bench->WaitForLine("first error: ", kPatience).ok());
     ASSERT_TRUE(bench->Signal(SIGINT).ok());
-    EXPECT_NE(ExitCode(bench.get()), -1000);
+    EXPECT_EQ(ExitCode(bench.get()), 1);
     const json result = json::parse(bench->Stdout());
+    EXPECT_FALSE(result["errors"].empty()) << result;
     for (const auto& [code, count] : result["errors"].items()) {
       EXPECT_EQ(code, "UNAVAILABLE") << result;
+      EXPECT_GT(count, 0) << result;
     }
   }
 }
@@ -132,6 +141,27 @@ TEST(BenchProcessTest, SaysWhatItWaitsForAfterItsTime) {
                   .ok());
   ASSERT_TRUE(server->process().Signal(SIGCONT).ok());
   EXPECT_EQ(ExitCode(bench.get()), 0);
+}
+
+TEST(BenchProcessTest, CtrlCWhileItWaitsTellsWhatWasSeenAndEndsIt) {
+  const auto server = ServerUnderTest::Start({.checkpoint = kFixture});
+  ASSERT_NE(server, nullptr);
+  const auto bench = StartBench(
+      *server, {"--json", "--warmup=0s", "--duration=5s", "--timeout=1h", "--max_attempts=1"});
+  ASSERT_TRUE(AwaitAnswers(server.get(), 20));
+  ASSERT_TRUE(server->process().Signal(SIGSTOP).ok());
+  while (!IsStopped(server->process().pid())) {
+  }
+  ASSERT_TRUE(bench->WaitForLine("waiting for 8 calls in flight", kPatience).ok());
+  ASSERT_TRUE(bench->Signal(SIGINT).ok());
+  EXPECT_EQ(ExitCode(bench.get()), -SIGINT);
+  ASSERT_TRUE(server->process().Signal(SIGCONT).ok());
+  const json result = json::parse(bench->Stdout(), nullptr, /*allow_exceptions=*/false);
+  ASSERT_TRUE(result.is_object()) << bench->Stdout();
+  EXPECT_GT(result["calls_ok"], 0);
+  EXPECT_EQ(result["calls_unfinished"], 8);
+  EXPECT_TRUE(result["errors_of_unfinished"].empty()) << result;
+  EXPECT_EQ(result["verified"], nullptr);
 }
 
 TEST(BenchProcessTest, CtrlCTellsWhatWasSeen) {
