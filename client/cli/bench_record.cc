@@ -1,22 +1,11 @@
 #include "client/cli/bench_record.h"
 
-#include <algorithm>
-#include <cmath>
-
 namespace expertmesh {
 
 int64_t BenchSummary::num_errors() const {
   int64_t sum = 0;
   for (const auto& [code, count] : errors_by_code) sum += count;
   return sum;
-}
-
-int64_t Percentile(const std::vector<int64_t>& sorted, double fraction) {
-  if (sorted.empty()) return 0;
-  const double rank = std::ceil(fraction * static_cast<double>(sorted.size()));
-  const auto index = static_cast<int64_t>(rank) - 1;
-  return sorted[static_cast<size_t>(
-      std::clamp<int64_t>(index, 0, static_cast<int64_t>(sorted.size()) - 1))];
 }
 
 void BenchRecord::Add(absl::Duration latency, const absl::StatusOr<ForwardOutput>& answer) {
@@ -28,7 +17,7 @@ void BenchRecord::Add(absl::Duration latency, const absl::StatusOr<ForwardOutput
     if (first_error_.ok()) first_error_ = answer.status();
     return;
   }
-  latencies_micros_.push_back(absl::ToInt64Microseconds(latency));
+  latencies_micros_.Add(absl::ToInt64Microseconds(latency));
   num_tokens_ += answer->num_tokens;
   server_micros_ += answer->response.timings().total_micros();
 }
@@ -36,7 +25,7 @@ void BenchRecord::Add(absl::Duration latency, const absl::StatusOr<ForwardOutput
 void BenchRecord::Restart() {
   const std::lock_guard<std::mutex> lock(mutex_);
   start_ = SteadyNow();
-  latencies_micros_.clear();
+  latencies_micros_.Clear();
   num_tokens_ = server_micros_ = 0;
   errors_by_code_.clear();
   first_message_by_code_.clear();
@@ -50,7 +39,7 @@ absl::Status BenchRecord::first_error() const {
 
 BenchSummary BenchRecord::Summarize() const {
   BenchSummary summary;
-  std::vector<int64_t> sorted;
+  LatencyHistogram latencies;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     summary.seconds = absl::ToDoubleSeconds(SteadyNow() - start_);
@@ -59,16 +48,15 @@ BenchSummary BenchRecord::Summarize() const {
     summary.first_message_by_code = first_message_by_code_;
     summary.first_error = first_error_;
     summary.mean_server_micros = static_cast<double>(server_micros_);
-    sorted = latencies_micros_;
+    latencies = latencies_micros_;
   }
-  std::sort(sorted.begin(), sorted.end());
-  summary.num_ok = static_cast<int64_t>(sorted.size());
-  if (sorted.empty()) return summary;
-  summary.mean_server_micros /= static_cast<double>(sorted.size());
-  summary.p50_micros = Percentile(sorted, 0.50);
-  summary.p95_micros = Percentile(sorted, 0.95);
-  summary.p99_micros = Percentile(sorted, 0.99);
-  summary.max_micros = sorted.back();
+  summary.num_ok = latencies.count();
+  if (summary.num_ok == 0) return summary;
+  summary.mean_server_micros /= static_cast<double>(summary.num_ok);
+  summary.p50_micros = latencies.Percentile(0.50);
+  summary.p95_micros = latencies.Percentile(0.95);
+  summary.p99_micros = latencies.Percentile(0.99);
+  summary.max_micros = latencies.max();
   return summary;
 }
 

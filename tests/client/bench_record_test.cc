@@ -2,21 +2,8 @@
 
 #include <gtest/gtest.h>
 
-#include <vector>
-
 namespace expertmesh {
 namespace {
-
-TEST(BenchRecordTest, PercentilesAreOfTheNearestRank) {
-  std::vector<int64_t> sorted;
-  EXPECT_EQ(Percentile(sorted, 0.99), 0);
-  for (int64_t i = 1; i <= 100; ++i) sorted.push_back(i);
-  EXPECT_EQ(Percentile(sorted, 0.50), 50);
-  EXPECT_EQ(Percentile(sorted, 0.95), 95);
-  EXPECT_EQ(Percentile(sorted, 0.99), 99);
-  EXPECT_EQ(Percentile(sorted, 1.0), 100);
-  EXPECT_EQ(Percentile({7}, 0.5), 7);
-}
 
 TEST(BenchRecordTest, ErrorsAreCountedByCodeAndDoNotCountAsAnswers) {
   BenchRecord record;
