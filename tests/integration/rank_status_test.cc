@@ -133,9 +133,9 @@ TEST(RankStatusTest, MetricsAreTheCountedWorkOfEveryRank) {
   EXPECT_EQ(control.Metric("expertmesh_epoch"), 1);
   const auto running = control.GetStatus();
   ASSERT_TRUE(running.ok());
-  EXPECT_EQ(control.Metric(absl::StrCat(
-                "expertmesh_build_info{isa=\"", running->ranks(0).instruction_set(),
-                "\",ranks=\"3\",version=\"", running->version(), "\"}")),
+  EXPECT_EQ(control.Metric(absl::StrCat("expertmesh_build_info{isa=\"",
+                                        running->ranks(0).instruction_set(),
+                                        "\",ranks=\"3\",version=\"", running->version(), "\"}")),
             1);
   EXPECT_EQ(control.Metric(SentBytes(0, 1)), 0);
   Books books(kNumRanks);
