@@ -3,6 +3,8 @@
 #include <string>
 
 #include "absl/strings/cord.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
 
@@ -10,6 +12,8 @@ namespace expertmesh {
 namespace {
 
 constexpr char kDetailsUrl[] = "type.googleapis.com/google.rpc.Status";
+
+constexpr char kRequestBytesUrl[] = "expertmesh/request_bytes";
 
 std::string Metadata(const google::rpc::ErrorInfo& info, const char* key) {
   const auto found = info.metadata().find(key);
@@ -25,6 +29,18 @@ absl::Status StatusOfServer(const grpc::Status& status) {
     result.SetPayload(kDetailsUrl, absl::Cord(status.error_details()));
   }
   return result;
+}
+
+absl::Status WithRequestBytes(absl::Status status, int64_t request_bytes) {
+  status.SetPayload(kRequestBytesUrl, absl::Cord(absl::StrCat(request_bytes)));
+  return status;
+}
+
+std::optional<int64_t> GetRequestBytes(const absl::Status& status) {
+  const auto payload = status.GetPayload(kRequestBytesUrl);
+  int64_t bytes = 0;
+  if (!payload.has_value() || !absl::SimpleAtoi(std::string(*payload), &bytes)) return std::nullopt;
+  return bytes;
 }
 
 std::optional<ServerErrorDetails> GetServerErrorDetails(const absl::Status& status) {

@@ -3,6 +3,7 @@
 
 #include <grpcpp/support/status.h>
 
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -22,6 +23,13 @@ struct ServerErrorDetails {
 
 // The same code and message, with the details kept for GetServerErrorDetails.
 absl::Status StatusOfServer(const grpc::Status& status);
+
+// The same with the size of the request message that it answers, which this client alone knows:
+// what gRPC says of a message that is too large leaves open which way it went.
+absl::Status WithRequestBytes(absl::Status status, int64_t request_bytes);
+// Nothing for a status that WithRequestBytes did not make. ExpertClient's calls end so with each
+// RESOURCE_EXHAUSTED, its streams do not.
+std::optional<int64_t> GetRequestBytes(const absl::Status& status);
 
 // Nothing for a status that no ExpertMesh server made (a connection that failed, a proxy's answer).
 std::optional<ServerErrorDetails> GetServerErrorDetails(const absl::Status& status);

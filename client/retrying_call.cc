@@ -71,7 +71,11 @@ struct Operation : std::enable_shared_from_this<Operation> {
     const absl::Time now = absl::Now();
     const std::optional<absl::Duration> backoff =
         BackoffBeforeRetry(policy, status, attempt, now, now + TimeLeft(), RandomUnit());
-    if (!backoff.has_value()) return Answer(status);
+    if (!backoff.has_value()) {
+      return Answer(absl::IsResourceExhausted(status)
+                        ? WithRequestBytes(status, static_cast<int64_t>(request.Length()))
+                        : status);
+    }
     // gRPC 1.51 keeps an alarm's callback after it has run, and the alarm is this object's: a
     // reference left in it would keep both, and the request, for ever.
     alarm.Set(absl::ToChronoTime(absl::Now() + *backoff),

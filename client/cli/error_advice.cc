@@ -4,13 +4,13 @@
 #include <optional>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "client/client_error.h"
-#include "client/expert_client.h"
 
 namespace expertmesh {
 namespace {
@@ -41,22 +41,38 @@ constexpr ReasonAdvice kReasonAdvice[] = {
     {"NOT_IMPLEMENTED", "this build does not serve it"},
 };
 
-// gRPC refuses a message above its receiver's limit by itself, before the server could add details.
-std::string TooLargeAdvice(absl::string_view message) {
+// gRPC refuses a message above its receiver's limit, or its sender's, by itself, before the server
+// could add details. Whose message it was shows in its size alone.
+std::string TooLargeAdvice(const absl::Status& status) {
   constexpr absl::string_view kWords = "message larger than max (";
+  const absl::string_view message = status.message();
   const size_t at = message.find(kWords);
   if (at == absl::string_view::npos) return "";
   const std::vector<absl::string_view> sizes = absl::StrSplit(
       message.substr(at + kWords.size(), message.find(')', at) - at - kWords.size()), " vs. ");
+  int64_t size = 0;
   int64_t limit = 0;
-  if (sizes.size() != 2 || !absl::SimpleAtoi(sizes[1], &limit)) return "";
-  if (limit == ExpertClientOptions().max_message_bytes) {
-    return absl::StrCat("the answer of ", sizes[0], " bytes is above this client's limit of ",
-                        limit,
+  if (sizes.size() != 2 || !absl::SimpleAtoi(sizes[0], &size) ||
+      !absl::SimpleAtoi(sizes[1], &limit)) {
+    return "";
+  }
+  const bool by_sender = absl::EndsWith(message.substr(0, at), "Sent ");
+  const std::optional<int64_t> request_bytes = GetRequestBytes(status);
+  if (!request_bytes.has_value()) {
+    return absl::StrCat("a message of ", size, " bytes is above its limit of ", limit,
+                        ": send fewer tokens in one call");
+  }
+  if (size != *request_bytes) {
+    return absl::StrCat("the answer of ", size, " bytes is above ",
+                        by_sender ? "the server's" : "this client's", " limit of ", limit,
                         ": send fewer tokens in one call, or ask for a smaller --output_dtype");
   }
+  if (by_sender) {
+    return absl::StrCat("the request of ", size, " bytes is above this client's limit of ", limit,
+                        ": send fewer tokens in one call");
+  }
   return absl::StrCat(
-      "the request of ", sizes[0], " bytes is above the server's limit of ", limit,
+      "the request of ", size, " bytes is above the server's limit of ", limit,
       " (its flag --max_message_bytes): send fewer tokens in one call, or start the "
       "server with more");
 }
@@ -81,7 +97,7 @@ std::string Advice(const absl::Status& status, const std::optional<ServerErrorDe
       return "allow more time with --timeout, or see what keeps the server busy: `expertmesh "
              "status`";
     case absl::StatusCode::kResourceExhausted:
-      return TooLargeAdvice(status.message());
+      return TooLargeAdvice(status);
     case absl::StatusCode::kUnimplemented:
       return "whatever answered there is no ExpertMesh service of this version";
     default:

@@ -13,6 +13,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/blocking_counter.h"
+#include "client/client_error.h"
 #include "tests/integration/http2_socket.h"
 #include "tests/integration/process_usage.h"
 #include "tests/integration/server_under_test.h"
@@ -92,6 +93,11 @@ TEST(MessageLimitTest, EverySidesRefusalNamesSizeAndLimit) {
   const absl::Status by_server = client->Forward(large.Input()).status();
   EXPECT_TRUE(absl::IsResourceExhausted(by_server)) << by_server;
   EXPECT_THAT(std::string(by_server.message()), ContainsRegex("12[0-9]{5} .*1048576"));
+  // The size is the request's own, so that advice can say whose message it was.
+  ASSERT_TRUE(GetRequestBytes(by_server).has_value());
+  const std::string request_size = absl::StrCat("(", *GetRequestBytes(by_server), " vs. ");
+  EXPECT_THAT(std::string(by_server.message()),
+              HasSubstr(absl::StrCat("Received message larger than max ", request_size)));
   // In a stream too, where it ends the stream.
   const auto stream = client->OpenForwardStream({.timeout = kPatience});
   absl::Status in_stream;
@@ -118,11 +124,16 @@ TEST(MessageLimitTest, EverySidesRefusalNamesSizeAndLimit) {
   const absl::Status sending = (*narrow)->Forward(large.Input()).status();
   EXPECT_TRUE(absl::IsResourceExhausted(sending)) << sending;
   EXPECT_THAT(std::string(sending.message()), ContainsRegex("12[0-9]{5} .*1000000"));
+  EXPECT_EQ(GetRequestBytes(sending), GetRequestBytes(by_server));
+  EXPECT_THAT(std::string(sending.message()),
+              HasSubstr(absl::StrCat("Sent message larger than max ", request_size)));
   ForwardInput as_float32 = small.Input();
   as_float32.options.set_output_dtype(v1::DATA_TYPE_FLOAT32);
   const absl::Status receiving = (*narrow)->Forward(as_float32).status();
   EXPECT_TRUE(absl::IsResourceExhausted(receiving)) << receiving;
   EXPECT_THAT(std::string(receiving.message()), ContainsRegex("115[0-9]{4} .*1000000"));
+  ASSERT_TRUE(GetRequestBytes(receiving).has_value());
+  EXPECT_LT(*GetRequestBytes(receiving), 1'000'000);
   EXPECT_TRUE((*narrow)->Forward(small.Input()).ok());
 }
 
