@@ -39,7 +39,7 @@ cudaError_t Validate(const CudaGroupedGemmParams& params) {
       params.max_rows_per_expert > kMaxExtent) {
     return cudaErrorInvalidValue;
   }
-  if (params.fuse_silu_mul && params.n % 16 != 0) return cudaErrorInvalidValue;
+  if (params.fuse_silu_mul && (is_float8 || params.n % 16 != 0)) return cudaErrorInvalidValue;
   if (params.max_rows_per_expert > 0 ? params.expert_num_tokens == nullptr
                                      : params.expert_offsets == nullptr) {
     return cudaErrorInvalidValue;
@@ -108,9 +108,9 @@ int64_t GroupedGemmWorkspaceBytes(int32_t num_experts) {
 
 bool GroupedGemmUsesTensorCores(const CudaGroupedGemmParams& params) {
   if (params.rows_dtype != params.weight_dtype) return false;
-  const DType fused_dtype =
-      params.weight_dtype == DType::kFloat16 ? DType::kFloat16 : DType::kBFloat16;
-  if (params.output_dtype != (params.fuse_silu_mul ? fused_dtype : DType::kFloat32)) return false;
+  if (params.output_dtype != (params.fuse_silu_mul ? params.weight_dtype : DType::kFloat32)) {
+    return false;
+  }
   switch (params.weight_dtype) {
     case DType::kBFloat16:
     case DType::kFloat16:

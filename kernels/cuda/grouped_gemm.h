@@ -43,7 +43,8 @@ struct CudaGroupedGemmParams {
   const float* bias = nullptr;
   // The product goes through silu(gate) * up before it is rounded and stored: output is
   // [..., n / 2]. Rows of `weights` then lie as GateWeightRow and UpWeightRow say, and n is a
-  // multiple of 16.
+  // multiple of 16. Not with float8: a scale block would hold 64 of the gate's rows and 64 of the
+  // up's, whose scales in a block-wise checkpoint are two.
   bool fuse_silu_mul = false;
   void* output = nullptr;  // shaped as rows, [..., n]
   DType output_dtype = DType::kInvalid;
@@ -63,16 +64,22 @@ int64_t GroupedGemmWorkspaceBytes(int32_t num_experts);
 
 // Whether products run on the tensor cores, which depends on what a layer is, never on its rows:
 // element types (both float16, both bfloat16 or both float8; output float32, or of a fused product
-// float16, bfloat16 and bfloat16), rows of whole 16-byte vectors (float8: whole scale blocks), a
-// device and a build for sm_90a. Else they run in float32 on the other cores. With tensor cores
-// rows, weights and output must be 16-byte aligned.
+// the weights' own), rows of whole 16-byte vectors (float8: whole scale blocks), a device and a
+// build for sm_90a. Else they run in float32 on the other cores. With tensor cores rows, weights
+// and output must be 16-byte aligned.
 bool GroupedGemmUsesTensorCores(const CudaGroupedGemmParams& params);
 
 // Enqueues the product on `stream`; not blocking. Local. Thread safe. Memory must live until the
-// stream has passed it. Sums are in float32 by ascending k over the whole of k, so a row's bytes
-// never depend on how many rows there are; float8 products are summed per scale block, and block
-// sums times both scales are added. Experts without rows are fine. cudaErrorInvalidValue when the
-// params do not fit together; cudaErrorMisalignedAddress; other errors are the launch's.
+// stream has passed it. Sums are in float32 by ascending k over the whole of k, never split; float8
+// products are summed per scale block, and block sums times both scales are added. Experts without
+// rows are fine. cudaErrorInvalidValue when the params do not fit together;
+// cudaErrorMisalignedAddress; other errors are the launch's.
+//
+// Whether a row's bytes depend on how many rows there are: not without tensor cores, where a sum is
+// one chain of fused multiply-adds. With them the number of rows chooses a tile; every tile of an
+// element type takes the same steps of k in the same order, but multiplies by instructions of
+// another width in rows. That these round alike is no promise of the instruction set: it is to be
+// seen on each GPU, by GroupedGemmTest.EveryTileGivesTheSameBytes.
 [[nodiscard]] cudaError_t LaunchGroupedGemm(const CudaGroupedGemmParams& params,
                                             cudaStream_t stream);
 

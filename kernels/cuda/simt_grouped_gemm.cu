@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads)
         if (gemm.bias != nullptr && j_column < gemm.n) {
           value = __fadd_rn(value, gemm.bias[int64_t{group.expert} * gemm.n + j_column]);
         }
-        if (!gemm.fuse_silu_mul) {
+        if (kScaled || !gemm.fuse_silu_mul) {
           if (exists) StoreOutput(gemm, (group.first_row + i_row) * gemm.n + j_column, value);
           continue;
         }

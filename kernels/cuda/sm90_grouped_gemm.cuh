@@ -34,7 +34,7 @@ struct Sm90PlainOperands {
 // lie: k fastest.
 struct Sm90Float8Operands {
   using Element = cutlass::float_e4m3_t;
-  using FusedOutput = __nv_bfloat16;
+  using FusedOutput = void;  // none
   static constexpr int kTileK = 128;
   using Scales = cutlass::detail::Sm90BlockwiseScaleConfig<128, 1, 128, cute::GMMA::Major::K,
                                                            cute::GMMA::Major::K>;
@@ -48,8 +48,9 @@ struct Sm90Float8Operands {
 };
 
 // One kernel: tiles of 128 weight rows x kTileRows rows, kClusterSize blocks side by side in weight
-// rows that share each load of rows. kTileK is the operands' own, so that a row's products are
-// added in one order whatever the tile.
+// rows that share each load of rows. kTileK is the operands' own and no sum is split: steps of k
+// and their order are the same whatever the tile. How wgmma adds the products of a step is the
+// hardware's, and could differ with its width, kTileRows; LaunchGroupedGemm says what follows.
 template <class Operands, int kTileRows, class Schedule, int kClusterSize>
 class Sm90GroupedGemm {
  public:

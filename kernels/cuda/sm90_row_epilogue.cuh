@@ -17,7 +17,7 @@ namespace expertmesh {
 // output[row, weight row] straight from registers. Eight lanes hold eight consecutive weight rows,
 // so float32 stores fill whole 32-byte sectors; neither shared memory nor a tensor map per group is
 // needed, which leaves both to the loads. Of a fused product (CudaGroupedGemmParams::fuse_silu_mul)
-// each thread holds gate and up of an output, and stores that as Output.
+// each thread holds gate and up of an output, and stores that as Output; void where none is fused.
 template <class Output>
 class Sm90RowEpilogue {
  public:
@@ -83,24 +83,26 @@ class Sm90RowEpilogue {
                          cute::make_coord(cute::get<0>(block_coord), cute::get<1>(block_coord)));
     const auto coords = tiled_mma.get_thread_slice(thread_index).partition_C(tile);
     CUTE_STATIC_ASSERT_V(cute::size(coords) == cute::size(accumulators));
-    if (params_.fuse_silu_mul) {
-      Output* output = static_cast<Output*>(params_.output) + group.first_row * (weight_rows / 2);
-      // A thread's values come as (2 rows, 2 weight rows that are 8 apart, ...).
-      static_assert(cute::is_same_v<decltype(cute::shape<0, 0>(Layout{})), cute::Int<2>> &&
-                    cute::is_same_v<decltype(cute::shape<0, 1>(Layout{})), cute::Int<2>>);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < cute::size(accumulators); ++i) {
-        if (i % 4 >= 2) continue;
-        const int weight_row = cute::get<0>(coords(i));
-        const int row = cute::get<1>(coords(i));
-        if (weight_row < weight_rows && row < num_rows) {
-          const float gate = biased(accumulators(i), weight_row);
-          const float up = biased(accumulators(i + 2), weight_row + 8);
-          output[static_cast<int64_t>(row) * (weight_rows / 2) + weight_row / 16 * 8 +
-                 weight_row % 8] = FromFloat<Output>(__fmul_rn(SwishFloat(gate, gate), up));
+    if constexpr (!cute::is_void_v<Output>) {
+      if (params_.fuse_silu_mul) {
+        Output* output = static_cast<Output*>(params_.output) + group.first_row * (weight_rows / 2);
+        // A thread's values come as (2 rows, 2 weight rows that are 8 apart, ...).
+        static_assert(cute::is_same_v<decltype(cute::shape<0, 0>(Layout{})), cute::Int<2>> &&
+                      cute::is_same_v<decltype(cute::shape<0, 1>(Layout{})), cute::Int<2>>);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < cute::size(accumulators); ++i) {
+          if (i % 4 >= 2) continue;
+          const int weight_row = cute::get<0>(coords(i));
+          const int row = cute::get<1>(coords(i));
+          if (weight_row < weight_rows && row < num_rows) {
+            const float gate = biased(accumulators(i), weight_row);
+            const float up = biased(accumulators(i + 2), weight_row + 8);
+            output[static_cast<int64_t>(row) * (weight_rows / 2) + weight_row / 16 * 8 +
+                   weight_row % 8] = FromFloat<Output>(__fmul_rn(SwishFloat(gate, gate), up));
+          }
         }
+        return;
       }
-      return;
     }
     float* output = static_cast<float*>(params_.output) + group.first_row * weight_rows;
     CUTLASS_PRAGMA_UNROLL

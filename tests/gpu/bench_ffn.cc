@@ -85,7 +85,7 @@ void AddChecked(const BenchContext& context, Result result, double error, double
   context.table->Add(result);
 }
 
-// Returns the seconds of the whole FFN.
+// Returns the seconds of the whole FFN: fused, or in parts for float8.
 double BenchOne(const BenchContext& context, const FfnCase& c, DType dtype,
                 const FfnPatterns& patterns) {
   const bool is_float8 = dtype == DType::kFloat8E4M3;
@@ -105,15 +105,16 @@ double BenchOne(const BenchContext& context, const FfnCase& c, DType dtype,
   const double ffn_error = is_float8 ? kFloat8FfnError : kFfnError;
   const double parts =
       SecondsPerLaunch(context.stream, [&] { return ffn.LaunchFfn(context.stream); });
-  AddChecked(context, result("FFN in parts", ffn_flop, ffn_bytes, parts), ffn.OutputError(false),
-             ffn_error);
+  Result in_parts = result("FFN in parts", ffn_flop, ffn_bytes, parts);
+  if (c.is_decode && is_float8) in_parts.target = kDecodeTarget;
+  AddChecked(context, in_parts, ffn.OutputError(false), ffn_error);
+  if (is_float8) return parts;
   const double all =
       SecondsPerLaunch(context.stream, [&] { return ffn.LaunchFusedFfn(context.stream); });
   Result whole = result("FFN fused", ffn_flop, ffn_bytes, all);
-  if (c.is_decode) whole.target = kDecodeTarget;
-  if (!c.is_decode && !is_float8) whole.target = c.target;
+  whole.target = c.is_decode ? kDecodeTarget : c.target;
   AddChecked(context, whole, ffn.OutputError(true), ffn_error);
-  if (context.cublas != nullptr && !is_float8) {
+  if (context.cublas != nullptr) {
     const double loop = SecondsPerLaunch(
         context.stream, [&] { return ffn.LaunchCublasLoop(context.cublas, true, context.stream); });
     context.table->Add({.name = name + " FFN, speed beside a loop of cuBLAS",
@@ -164,6 +165,7 @@ void BenchTiles(const BenchContext& context, const AllPatterns& patterns, DType 
         SecondsPerLaunch(context.stream, [&] { return ffn.LaunchGateUp(context.stream); });
     AddChecked(context, result(name, plain), ffn.GateUpError(),
                is_float8 ? kFloat8SumError : kSumError);
+    if (is_float8) continue;
     const double fused =
         SecondsPerLaunch(context.stream, [&] { return ffn.LaunchFusedGateUp(context.stream); });
     context.table->Add(result(name + ", fused", fused));

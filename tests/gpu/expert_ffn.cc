@@ -140,7 +140,6 @@ cudaError_t ExpertFfn::LaunchFfn(cudaStream_t stream) {
 
 cudaError_t ExpertFfn::LaunchFusedFfn(cudaStream_t stream) {
   cudaError_t error = LaunchW13(true, stream);
-  if (error == cudaSuccess) error = LaunchQuantize(stream);
   if (error == cudaSuccess) error = LaunchDown(stream);
   return error;
 }

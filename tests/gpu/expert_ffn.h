@@ -41,8 +41,8 @@ class ExpertFfn {
   ExpertFfn(const FfnShape& shape, const FfnPatterns& patterns);
 
   // Each enqueues and returns the launch's error. The FFN is gate_up, activation (float8: and
-  // quantization) and down; fused, the first product does the activation itself, with w13's rows
-  // taken as interleaved.
+  // quantization) and down; fused, which float8 cannot be, the first product does the activation
+  // itself, with w13's rows taken as interleaved.
   cudaError_t LaunchGateUp(cudaStream_t stream);
   cudaError_t LaunchFusedGateUp(cudaStream_t stream);  // the fused FFN's first product
   cudaError_t LaunchFfn(cudaStream_t stream);

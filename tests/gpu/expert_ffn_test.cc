@@ -27,10 +27,14 @@ TEST(ExpertFfnTest, ErrorsAreSmallOnceItHasRunAndInfiniteBefore) {
       EXPECT_LT(ffn.GateUpError(), 1e-6) << DTypeName(dtype);
       EXPECT_LT(ffn.OutputError(false), bound) << DTypeName(dtype);
       EXPECT_GT(ffn.OutputError(true), 0.5) << "weight rows taken in another order";
-      EXPECT_EQ(ffn.LaunchFusedFfn(stream), cudaSuccess);
-      ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-      EXPECT_LT(ffn.OutputError(true), bound) << DTypeName(dtype);
-      EXPECT_GT(ffn.OutputError(false), 0.5);
+      if (dtype == DType::kFloat8E4M3) {
+        EXPECT_EQ(ffn.LaunchFusedFfn(stream), cudaErrorInvalidValue);
+      } else {
+        EXPECT_EQ(ffn.LaunchFusedFfn(stream), cudaSuccess);
+        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        EXPECT_LT(ffn.OutputError(true), bound);
+        EXPECT_GT(ffn.OutputError(false), 0.5);
+      }
       ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
     }
   }
