@@ -33,7 +33,41 @@ double Load(const std::byte* data, DType dtype, int64_t index) {
                                      : LoadFloat(data, dtype, index);
 }
 
+// Multiplies by powers of two from 2^low to 2^high.
+void SpreadExponents(std::mt19937_64& random, DType dtype, int low, int high,
+                     std::vector<std::byte>& values) {
+  std::uniform_int_distribution<int> exponent(low, high);
+  const int64_t count = static_cast<int64_t>(values.size()) / DTypeBytes(dtype);
+  for (int64_t i = 0; i < count; ++i) {
+    const float value =
+        std::ldexp(static_cast<float>(Load(values.data(), dtype, i)), exponent(random));
+    if (dtype == DType::kFloat8E4M3) {
+      values[static_cast<size_t>(i)] = std::byte{FloatToFloat8E4M3(value)};
+    } else {
+      StoreFloat(values.data(), dtype, i, value);
+    }
+  }
+}
+
+// All but eight values of each scale block again at the mirrored place in it, with the other sign
+// where `negate`: products of two such rows cancel in pairs.
+void MirrorBlocks(DType dtype, int64_t k, bool negate, std::vector<std::byte>& values) {
+  const int64_t bytes = DTypeBytes(dtype);
+  const int64_t num_rows = static_cast<int64_t>(values.size()) / (k * bytes);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    for (int64_t i = 0; i < k; ++i) {
+      const int64_t mirrored = i ^ (kGemmScaleBlock - 1);
+      if (i % kGemmScaleBlock < 4 || mirrored <= i || mirrored >= k) continue;
+      std::byte* to = values.data() + (row * k + mirrored) * bytes;
+      std::copy_n(values.data() + (row * k + i) * bytes, bytes, to);
+      if (negate) to[bytes - 1] ^= std::byte{0x80};
+    }
+  }
+}
+
 enum class Form { kContiguous, kBatched, kMasked };
+// Of rows and weights: of one size; over many powers of two; and these, with sums that cancel.
+enum class Values { kEven, kSpread, kCancelling };
 
 struct GemmCase {
   DType rows_dtype = DType::kInvalid;
@@ -46,6 +80,7 @@ struct GemmCase {
   std::optional<GemmTile> tile;
   bool fuse_silu_mul = false;
   bool with_bias = false;
+  Values values = Values::kEven;
 };
 
 // A random product on the test device and what it should give.
@@ -61,6 +96,15 @@ class Gemm {
         c.form == Form::kContiguous ? offsets_.back() : num_experts() * max_rows_;
     rows_ = RandomBytes(random, num_rows * c.k, c.rows_dtype);
     weights_ = RandomBytes(random, num_experts() * c.n * c.k, c.weight_dtype);
+    if (c.values != Values::kEven) {
+      SpreadExponents(random, c.rows_dtype, is_float8() ? -8 : -10, is_float8() ? 3 : 2, rows_);
+      SpreadExponents(random, c.weight_dtype, is_float8() ? -8 : -14, is_float8() ? 3 : -2,
+                      weights_);
+    }
+    if (c.values == Values::kCancelling) {
+      MirrorBlocks(c.rows_dtype, c.k, false, rows_);
+      MirrorBlocks(c.weight_dtype, c.k, true, weights_);
+    }
     std::uniform_real_distribution<float> scale(0.01f, 0.1f);
     if (is_float8()) {
       row_scales_.resize(static_cast<size_t>(num_rows * Blocks(c.k)));
@@ -142,17 +186,27 @@ class Gemm {
     });
   }
 
-  void ExpectNearReference(const DeviceBytes& output) const {
-    // Hopper's tensor cores sum float8 products with 13 bits behind the point of the largest; else
-    // one rounding per addition of k float32 products.
-    const double sum_bound =
-        uses_tensor_cores_ && is_float8() ? 0x1p-11 : static_cast<double>(case_.k + 2) * 0x1p-24;
+  // Every `column_step`th column.
+  void ExpectNearReference(const DeviceBytes& output, int64_t column_step = 1) const {
+    // Without tensor cores one rounding per addition of k float32 products. Tensor cores cut off
+    // what lies below the last bit of the largest addend: of a float32 where they sum 16-bit
+    // products, 16 and the sum before at a time; of 13 bits behind the point where these are
+    // float8, whose cuts rarely add up in sums of like addends.
+    const double k = static_cast<double>(case_.k);
+    double sum_bound = (k + 2) * 0x1p-24;
+    if (uses_tensor_cores_) {
+      if (!is_float8()) {
+        sum_bound = (k + k / 16 + 4) * 0x1p-23;
+      } else {
+        sum_bound = case_.values == Values::kEven ? 0x1p-11 : (kGemmScaleBlock + 4) * 0x1p-13;
+      }
+    }
     const double unit = case_.output_dtype == DType::kFloat32   ? 0x1p-24
                         : case_.output_dtype == DType::kFloat16 ? 0x1p-11
                                                                 : 0x1p-8;
     for (size_t e = 0; e < case_.tokens.size(); ++e) {
       for (int64_t row = FirstRow(e); row < FirstRow(e) + case_.tokens[e]; ++row) {
-        for (int64_t column = 0; column < columns(); ++column) {
+        for (int64_t column = 0; column < columns(); column += column_step) {
           Sum sum;
           if (case_.fuse_silu_mul) {
             const Sum gate = Product(e, row, GateWeightRow(column), sum_bound);
@@ -209,6 +263,7 @@ class Gemm {
   }
 
   const GemmCase& gemm_case() const { return case_; }
+  void set_tile(GemmTile tile) { case_.tile = tile; }
 
  private:
   struct Sum {
@@ -378,12 +433,16 @@ TEST(GroupedGemmTest, BytesOfARowDoNotDependOnItsNeighbours) {
 }
 
 // On a GPU of sm_90 each is a kernel of its own; elsewhere no tile is chosen.
+std::vector<GemmTile> TilesOf(DType dtype) {
+  std::vector<GemmTile> tiles = {GemmTile::kRows64, GemmTile::kRows128};
+  if (dtype != DType::kFloat16) tiles.push_back(GemmTile::kRows16);
+  if (dtype == DType::kBFloat16) tiles.push_back(GemmTile::kRows256);
+  return tiles;
+}
+
 TEST(GroupedGemmTest, EveryTileGivesTheSameBytes) {
   uint64_t seed = 500;
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}) {
-    std::vector<GemmTile> tiles = {GemmTile::kRows64, GemmTile::kRows128};
-    if (dtype != DType::kFloat16) tiles.push_back(GemmTile::kRows16);
-    if (dtype == DType::kBFloat16) tiles.push_back(GemmTile::kRows256);
     for (const Form form : {Form::kContiguous, Form::kBatched, Form::kMasked}) {
       SCOPED_TRACE("seed " + std::to_string(++seed));
       const bool is_fused = form == Form::kBatched && dtype != DType::kFloat8E4M3;
@@ -391,7 +450,7 @@ TEST(GroupedGemmTest, EveryTileGivesTheSameBytes) {
                     form};
       c.fuse_silu_mul = is_fused;
       std::vector<std::byte> first;
-      for (const GemmTile tile : tiles) {
+      for (const GemmTile tile : TilesOf(dtype)) {
         c.tile = tile;
         Gemm gemm(c, seed);
         const DeviceBytes output = gemm.Run();
@@ -403,6 +462,60 @@ TEST(GroupedGemmTest, EveryTileGivesTheSameBytes) {
       }
     }
   }
+}
+
+// What a tile could add up otherwise than another: long sums of values of many sizes, and of values
+// that cancel, where one bit cut off elsewhere is all of the result.
+TEST(GroupedGemmTest, EveryTileGivesTheSameBytesForHardSums) {
+  uint64_t seed = 600;
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3}) {
+    for (const Values values : {Values::kEven, Values::kSpread, Values::kCancelling}) {
+      for (const bool is_fused : {false, true}) {
+        if (is_fused && dtype == DType::kFloat8E4M3) continue;
+        for (const int64_t k : {256, 2048, 7168}) {
+          SCOPED_TRACE("seed " + std::to_string(++seed) + " k " + std::to_string(k) + " values " +
+                       std::to_string(static_cast<int>(values)) + (is_fused ? " fused" : ""));
+          GemmCase c = {dtype, dtype, is_fused ? dtype : DType::kFloat32, 144, k, {70, 9}};
+          c.fuse_silu_mul = is_fused;
+          c.values = values;
+          Gemm gemm(c, seed);
+          std::vector<std::byte> first;
+          for (const GemmTile tile : TilesOf(dtype)) {
+            gemm.set_tile(tile);
+            const DeviceBytes output = gemm.Run();
+            if (first.empty()) {
+              gemm.ExpectNearReference(output, 23);
+              first = output.bytes();
+            }
+            EXPECT_TRUE(output.bytes() == first) << DTypeName(dtype) << " " << GemmTileRows(tile);
+            if (!gemm.uses_tensor_cores()) break;
+          }
+          if (testing::Test::HasFatalFailure()) return;
+          if (!gemm.uses_tensor_cores()) break;  // one kernel, and on a CPU a slow one
+        }
+      }
+    }
+  }
+}
+
+// Never on the tensor cores: what compute-sanitizer has the time to watch.
+TEST(SimtGroupedGemmTest, TileEdgesOfMixedTypes) {
+  uint64_t seed = 700;
+  for (const int64_t n : {1, 65}) {
+    for (const int64_t k : {1, 17}) {
+      for (const Form form : {Form::kContiguous, Form::kBatched, Form::kMasked}) {
+        RunAndCheck({DType::kFloat32, DType::kBFloat16, DType::kFloat32, n, k, {0, 65, 1}, form},
+                    ++seed);
+        RunAndCheck({DType::kFloat8E4M3, DType::kFloat8E4M3, DType::kBFloat16, n, k, {3, 0}, form},
+                    ++seed);
+        if (testing::Test::HasFatalFailure()) return;
+      }
+    }
+  }
+  GemmCase fused = {DType::kFloat32, DType::kFloat16, DType::kFloat16, 80, 33, {3, 0, 17}};
+  fused.fuse_silu_mul = true;
+  fused.with_bias = true;
+  RunAndCheck(fused, ++seed);
 }
 
 TEST(GroupedGemmTest, MaskedCountsAreHeldToTheBatch) {
