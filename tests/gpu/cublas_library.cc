@@ -3,6 +3,8 @@
 #include <dlfcn.h>
 #include <library_types.h>
 
+#include <vector>
+
 namespace expertmesh {
 namespace {
 
@@ -34,10 +36,10 @@ CublasLibrary::CublasLibrary() : functions_(new Functions) {}
 
 std::unique_ptr<CublasLibrary> CublasLibrary::Open(const std::string& path, std::string* why) {
   std::unique_ptr<CublasLibrary> cublas(new CublasLibrary);
-  const char* names[] = {"libcublas.so.13", "libcublas.so"};
-  if (!path.empty()) names[0] = names[1] = path.c_str();
-  for (const char* name : names) {
-    cublas->library_ = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+  std::vector<std::string> names = {"libcublas.so.13", "libcublas.so.12", "libcublas.so"};
+  if (!path.empty()) names = {path};
+  for (const std::string& name : names) {
+    cublas->library_ = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (cublas->library_ != nullptr) break;
     const char* error = dlerror();
     *why = error != nullptr ? error : name;

@@ -13,8 +13,8 @@ namespace expertmesh {
 // 400 MB. One thread.
 class CublasLibrary {
  public:
-  // `path`: of libcublas.so.13, or empty for what the loader finds. Null when there is none, with
-  // the reason in `why`.
+  // `path`: of libcublas.so.13 or .12, or empty for what the loader finds. Null when there is none,
+  // with the reason in `why`.
   static std::unique_ptr<CublasLibrary> Open(const std::string& path, std::string* why);
   ~CublasLibrary();
   CublasLibrary(const CublasLibrary&) = delete;

@@ -38,7 +38,7 @@ bool Parse(int argc, char** argv, Options* options) {
     } else {
       std::fprintf(stderr,
                    "gpu_bench: '%s' is not known\n"
-                   "usage: gpu_bench [--json=FILE] [--cublas=PATH of libcublas.so.13] "
+                   "usage: gpu_bench [--json=FILE] [--cublas=PATH of libcublas.so.13 or .12] "
                    "[--rows_only: no grouped GEMM]\n",
                    argument.c_str());
       return false;
@@ -64,7 +64,7 @@ int Run(const Options& options) {
   std::printf("%s\n", device.c_str());
   if (properties.major != 9) std::printf("not sm_90: no tensor core kernels here\n");
 
-  ResultTable table;
+  ResultTable table(options.json_path, device);
   BenchContext context;
   context.table = &table;
   CheckCuda(cudaStreamCreateWithFlags(&context.stream, cudaStreamNonBlocking), "a stream");
@@ -79,7 +79,7 @@ int Run(const Options& options) {
   if (!options.rows_only) BenchFfn(context);
   CheckCuda(cudaStreamDestroy(context.stream), "the stream's end");
   table.Print();
-  if (!options.json_path.empty() && !table.WriteJson(options.json_path, device)) {
+  if (!table.is_written()) {
     std::fprintf(stderr, "gpu_bench: cannot write %s\n", options.json_path.c_str());
     return 1;
   }

@@ -10,9 +10,11 @@
 namespace expertmesh {
 
 // Gigabytes of normally distributed values that the host knows without keeping them: a block of a
-// prime number of values, repeated, so that no two rows or experts of a tensor are alike.
+// prime number of values, repeated, so that no two rows or experts of a tensor are alike. The
+// values are drawn once in a process; patterns take them in steps of their own.
 class RandomPattern {
  public:
+  // `seed` from 1 on: patterns of different seeds are unlike each other.
   RandomPattern(DType dtype, double deviation, uint64_t seed);
 
   // Blocking.

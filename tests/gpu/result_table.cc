@@ -28,6 +28,7 @@ void ResultTable::Add(const Result& result) {
   PrintRow(result);
   std::fflush(stdout);
   results_.push_back(result);
+  if (!json_path_.empty()) is_written_ = WriteJson() && is_written_;
 }
 
 void ResultTable::Print() const {
@@ -36,7 +37,7 @@ void ResultTable::Print() const {
   for (const Result& result : results_) PrintRow(result);
 }
 
-bool ResultTable::WriteJson(const std::string& path, const std::string& device) const {
+bool ResultTable::WriteJson() const {
   nlohmann::json rows = nlohmann::json::array();
   for (const Result& result : results_) {
     nlohmann::json row = {{"name", result.name},
@@ -52,10 +53,11 @@ bool ResultTable::WriteJson(const std::string& path, const std::string& device) 
     }
     rows.push_back(row);
   }
-  std::ofstream file(path);
-  file << nlohmann::json{{"device", device}, {"results", rows}}.dump(2) << "\n";
-  file.flush();
-  return file.good();
+  const std::string unfinished = json_path_ + ".unfinished";
+  std::ofstream file(unfinished);
+  file << nlohmann::json{{"device", device_}, {"results", rows}}.dump(2) << "\n";
+  file.close();
+  return file.good() && std::rename(unfinished.c_str(), json_path_.c_str()) == 0;
 }
 
 bool ResultTable::all_right() const {

@@ -2,6 +2,7 @@
 #define EXPERTMESH_TESTS_GPU_RESULT_TABLE_H_
 
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace expertmesh {
@@ -20,14 +21,25 @@ struct Result {
 
 class ResultTable {
  public:
-  // Prints the row at once as well: a run that is cut short has said what it knows.
+  ResultTable() = default;
+  // `device` describes the GPU. Empty `json_path`: no file.
+  ResultTable(std::string json_path, std::string device)
+      : json_path_(std::move(json_path)), device_(std::move(device)) {}
+
+  // Prints the row and writes the file anew at once: a run that is cut short has said what it
+  // knows, and leaves a whole file.
   void Add(const Result& result);
   void Print() const;
-  // False when the file cannot be written. `device` describes the GPU.
-  bool WriteJson(const std::string& path, const std::string& device) const;
+  // False when the file could not be written once.
+  bool is_written() const { return is_written_; }
   bool all_right() const;
 
  private:
+  bool WriteJson() const;
+
+  std::string json_path_;
+  std::string device_;
+  bool is_written_ = true;
   std::vector<Result> results_;
 };
 
