@@ -5,8 +5,8 @@
 # usage: run_on_gpu.sh [--bundle FILE.tar.gz] [--out DIR] [--nccl FILE] [--cublas FILE] [--only PART[,PART...]]
 #   --bundle FILE   of make_bundle.sh; default: the one that this script lies in, else build/expertmesh_gpu_bundle.tar.gz
 #   --out DIR       for results.json, table.txt and the logs (default: $OUT, else ./gpu_results)
-#   --nccl, --cublas   libnccl.so.2 and libcublas.so.13 (default: PyTorch's, or where the loader finds them)
-#   --only          of: facts start kernels rank nccl sanitizer serve bench
+#   --nccl, --cublas   libnccl.so.2 and libcublas.so.13 or .12 (default: PyTorch's, or where the loader finds them)
+#   --only          of: facts start kernels rank nccl serve bench sanitizer racecheck
 # Exit codes: 0 all passed, 1 something failed, 77 there is no GPU, 2 wrong arguments.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -120,7 +120,7 @@ start() {
 
 # gtest CODE LOG: a GoogleTest program ended with CODE.
 gtest() {
-  if grep -q 'no GPU' "$2"; then
+  if (($1 == 0)) && grep -q 'no GPU' "$2"; then
     note "no GPU"
     return 77
   fi
@@ -152,17 +152,22 @@ nccl() {
   gtest "$code" "$log"
 }
 
-# Small shapes of the SIMT kernels and of the host's side: tensor core kernels take minutes there.
-sanitizer() {
-  local tool log=$scratch/sanitizer.txt code
-  tool=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
-  [[ -n "$tool" ]] || { note "no compute-sanitizer here"; return 77; }
-  LD_LIBRARY_PATH=$root/lib "$tool" --tool memcheck --error-exitcode 9 "$root/libexec/kernels_cuda_gpu_test" \
-    --gtest_brief=1 --gtest_filter='-*GroupedGemm*:*Large*' 2>&1 | tee "$log"
+# sanitize TOOL FILTER: the kernels' tests of that filter under compute-sanitizer, which watches what runs on the GPU; the
+# host's side is the address sanitizer's, on a CPU. Without the grouped GEMM's own tests: its tensor core kernels and
+# large shapes take minutes there.
+sanitize() {
+  local sanitizer log=$scratch/$1.txt code
+  sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
+  [[ -n "$sanitizer" ]] || { note "no compute-sanitizer here"; return 77; }
+  LD_LIBRARY_PATH=$root/lib "$sanitizer" --tool "$1" --error-exitcode 9 "$root/libexec/kernels_cuda_gpu_test" \
+    --gtest_brief=1 --gtest_filter="$2" 2>&1 | tee "$log"
   code=${PIPESTATUS[0]}
-  note "$(grep -m1 'ERROR SUMMARY' "$log" | sed 's/^=* *//')"
-  return "$code"
+  note "$(grep -m1 -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$log" | sed 's/^=* *//')"
+  gtest "$code" "$log"
 }
+sanitizer() { sanitize memcheck '-GroupedGemmTest.*:*Large*'; }
+# The kernels whose threads meet in shared memory.
+racecheck() { sanitize racecheck 'SimtGroupedGemmTest.*:QuantizeRowsTest.RowsLongerThanTheRegisters'; }
 
 # await FILE PID: until the file has content; fails when the process ends first or after a minute.
 await() {
@@ -244,6 +249,7 @@ PYTHON
 }
 [[ -n "$nccl" ]] || nccl=$(find_library libnccl.so.2)
 [[ -n "$cublas" ]] || cublas=$(find_library libcublas.so.13)
+[[ -n "$cublas" ]] || cublas=$(find_library libcublas.so.12)
 echo "NCCL: ${nccl:-where the loader finds it}; cuBLAS: ${cublas:-where the loader finds it}"
 
 # 480 s in all at the very most.
@@ -253,8 +259,9 @@ part kernels 80 kernels
 part rank 30 rank
 part nccl 30 nccl
 part serve 100 serve
-part bench 150 bench
+part bench 130 bench
 part sanitizer 60 sanitizer
+part racecheck 20 racecheck
 
 # ---- Table ----------------------------------------------------------------------------------------------------------------
 
