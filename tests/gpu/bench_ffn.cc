@@ -197,6 +197,9 @@ void BenchStep(const BenchContext& context, const AllPatterns& patterns) {
   CopyToDevice(device_tokens, tokens);
   CopyToDevice(device_offsets, offsets);
   CopyToDevice(device_rows, rows);
+  const std::vector<float> weights(rows.size(), 1.0f / kTopK);
+  const DeviceMemory device_weights(static_cast<int64_t>(weights.size()) * 4);
+  CopyToDevice(device_weights, weights);
   CudaPermuteRowsParams permute;
   permute.rows = hidden.data();
   permute.dtype = DType::kBFloat16;
@@ -211,6 +214,7 @@ void BenchStep(const BenchContext& context, const AllPatterns& patterns) {
   sum.num_outputs = kTokens;
   sum.offsets = device_offsets.As<int64_t>();
   sum.row_indices = device_rows.As<int64_t>();
+  sum.weights = device_weights.As<float>();
   sum.output = output.data();
   sum.output_dtype = DType::kBFloat16;
   const auto step = [&] {
