@@ -38,7 +38,7 @@ packages=(
   ca-certificates python3 g++ cmake ninja-build ccache lld pkg-config
   protobuf-compiler protobuf-compiler-grpc grpc-proto
   libprotobuf-dev libgrpc++-dev libabsl-dev
-  libspdlog-dev nlohmann-json3-dev prometheus-cpp-dev libxxhash-dev)
+  libspdlog-dev nlohmann-json3-dev prometheus-cpp-dev libcivetweb-dev libxxhash-dev)
 test_packages=(
   git libgtest-dev libgmock-dev libbenchmark-dev libdnnl-dev libgloo-dev libboost-context-dev
   clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev)
