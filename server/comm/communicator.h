@@ -62,8 +62,8 @@ struct AllGatherVParams {
 //
 // After any failure the communicator is broken: pending and later operations
 // fail with the first error on every rank (UNAVAILABLE a peer is lost,
-// DATA_LOSS counts, tags or checksums do not match, ABORTED after Abort), and
-// only Abort and destruction are left. Zero bytes to or from a rank are fine.
+// DATA_LOSS counts, tags or checksums do not match, ABORTED after Abort or
+// Break), and only Abort and destruction are left. Zero bytes to or from a rank are fine.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -82,6 +82,10 @@ class Communicator {
   // ABORTED and `reason`. When it has returned, the communicator touches no
   // buffer any more.
   virtual void Abort(const absl::Status &reason) = 0;
+
+  // As Abort, without waiting for what still touches buffers: pending operations end a little
+  // later, and an Abort that follows waits for that. Does not block: for threads that must not.
+  virtual void Break(const absl::Status &reason) { Abort(reason); }
 
   // The error that broke the communicator; OK while it is whole. Any thread; does not block.
   virtual absl::Status status() const = 0;

@@ -74,10 +74,14 @@ class NcclCommunicator : public Communicator {
   }
 
   void Abort(const absl::Status& reason) override {
+    Break(reason);
+    exchange_->WaitUntilTornDown();
+  }
+
+  void Break(const absl::Status& reason) override {
     exchange_->Break(absl::AbortedError(absl::StrCat(
                          "rank ", ep_rank(), " aborted the communicator: ", reason.ToString())),
                      reason);
-    exchange_->WaitUntilTornDown();
   }
 
   absl::Status status() const override { return exchange_->broken(); }

@@ -107,17 +107,22 @@ int64_t RankEngine::weight_bytes() const {
   return total;
 }
 
-void RankEngine::EnterEpoch(uint64_t incarnation, uint64_t epoch,
-                            std::unique_ptr<Communicator> communicator) {
+std::unique_ptr<Communicator> RankEngine::EnterEpoch(uint64_t incarnation, uint64_t epoch,
+                                                     std::unique_ptr<Communicator> communicator) {
   incarnation_ = incarnation;
   epoch_ = epoch;
-  communicator_ = std::move(communicator);
+  communicator_.swap(communicator);
   const std::lock_guard<std::mutex> lock(traffic_mutex_);
   taken_ = RankTraffic();
+  return communicator;
 }
 
 void RankEngine::Abort(const absl::Status& reason) {
   if (communicator_ != nullptr) communicator_->Abort(reason);
+}
+
+void RankEngine::Break(const absl::Status& reason) {
+  if (communicator_ != nullptr) communicator_->Break(reason);
 }
 
 absl::StatusOr<std::unique_ptr<RankStep>> RankEngine::Begin(StepSlice slice, TokenShard shard) {

@@ -90,12 +90,16 @@ class RankEngine {
   int64_t weight_bytes() const;
 
   // Enters an epoch with its communicator (null where ep_size is 1 and none is wanted). No step may
-  // be in progress.
-  void EnterEpoch(uint64_t incarnation, uint64_t epoch, std::unique_ptr<Communicator> communicator);
+  // be in progress. Gives back the communicator of before: to end it may take a while, which nobody
+  // should do with a lock in hand.
+  std::unique_ptr<Communicator> EnterEpoch(uint64_t incarnation, uint64_t epoch,
+                                           std::unique_ptr<Communicator> communicator);
 
   // Aborts the epoch's communicator, if there is one: steps in progress on all its ranks end.
   // Any thread, but not during EnterEpoch.
   void Abort(const absl::Status& reason);
+  // The same without waiting, as Communicator::Break.
+  void Break(const absl::Status& reason);
 
   // No operation has this place: the step that was to have it does not come. Of another epoch:
   // nothing happens.

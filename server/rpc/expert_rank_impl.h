@@ -46,7 +46,7 @@ struct ExpertRank::Impl {
   void DropEpoch(const absl::Status& reason);
   grpc::ByteBuffer RunStep(ReceivedSlice slice, ComputeTurns::Turn turn);
   // As soon as an epoch's end is known, on whatever thread, and maybe before its beginning has been
-  // obeyed.
+  // obeyed. Does not block.
   void AbortEpoch(uint64_t ended, const absl::Status& reason);
   // False when the rank was stopped.
   bool Wait(absl::Duration duration);

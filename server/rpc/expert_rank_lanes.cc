@@ -153,22 +153,26 @@ void ExpertRank::Impl::AbortEpoch(uint64_t ended, const absl::Status& reason) {
   give_up = true;
   if (epoch != 0) state = v1::RANK_STATE_TEARING_DOWN;
   if (store != nullptr) store->Cancel();
-  options.engine->Abort(reason);
+  options.engine->Break(reason);
 }
 
 void ExpertRank::Impl::DropEpoch(const absl::Status& reason) {
   {
     const std::lock_guard<std::mutex> lock(epoch_mutex);
     store = nullptr;
-    options.engine->Abort(reason);
   }
+  // Without the mutex, which AbortEpoch takes on gRPC's thread: this waits until no buffer is
+  // touched any more. Only this function and FormEpoch, on the same thread, change the engine's
+  // epoch.
+  options.engine->Abort(reason);
   {
     // The communicator is broken, so they all end; nobody starts another one meanwhile.
     std::unique_lock<std::mutex> lock(steps_mutex);
     steps_changed.wait(lock, [this] { return num_running_steps == 0; });
   }
+  std::unique_ptr<Communicator> left;  // ends after the mutex is free again
   const std::lock_guard<std::mutex> lock(epoch_mutex);
-  options.engine->EnterEpoch(0, 0, nullptr);
+  left = options.engine->EnterEpoch(0, 0, nullptr);
   epoch = 0;
   state = v1::RANK_STATE_STANDING_BY;
 }

@@ -69,6 +69,7 @@ class DelayedCommunicator : public Communicator {
     changed_.notify_all();
   }
   void Abort(const absl::Status& reason) override { real_->Abort(reason); }
+  void Break(const absl::Status& reason) override { real_->Break(reason); }
   absl::Status status() const override { return real_->status(); }
   std::vector<int64_t> bytes_sent() const override { return real_->bytes_sent(); }
 
