@@ -79,8 +79,10 @@ bool ExpertRank::Impl::Wait(absl::Duration duration) {
 }
 
 int64_t ExpertRank::Impl::MemoryUsedBytes() const {
-  return options.engine->backend().device_free_bytes().has_value() ? options.engine->weight_bytes()
-                                                                   : ResidentMemoryBytes();
+  // Not device_free_bytes: every heartbeat comes here, and must not wait for a driver that hangs.
+  return options.engine->backend().device_allocator()->device() == Device{}
+             ? ResidentMemoryBytes()
+             : options.engine->weight_bytes();
 }
 
 v1::JoinRequest ExpertRank::Impl::MakeJoinRequest() const {
