@@ -30,9 +30,14 @@ absl::Status NcclDeviceFunctions::SetDevice(int32_t device_index) {
 }
 
 absl::Status NcclDeviceFunctions::StreamCreate(DeviceStream* stream) {
+  int least = 0;
+  int greatest = 0;
+  absl::Status status = Checked(cudaDeviceGetStreamPriorityRange(&least, &greatest),
+                                "cudaDeviceGetStreamPriorityRange");
+  if (!status.ok()) return status;
   cudaStream_t made = nullptr;
-  absl::Status status =
-      Checked(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  status = Checked(cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, greatest),
+                   "cudaStreamCreateWithPriority");
   *stream = made;
   return status;
 }

@@ -68,6 +68,8 @@ class NcclFunctions {
 
   // On the calling thread, which makes the other calls of this device.
   virtual absl::Status SetDevice(int32_t device_index) = 0;
+  // Of the highest priority: an exchange takes few of the device's processors, and must get them
+  // while another step's experts, who would take all, compute.
   virtual absl::Status StreamCreate(DeviceStream* stream) = 0;
   virtual void StreamDestroy(DeviceStream stream) = 0;
   // Blocks.

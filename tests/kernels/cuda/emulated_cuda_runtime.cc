@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -28,6 +29,7 @@ struct CUstream_st {
     std::function<cudaError_t()> run;
   };
   int device = 0;
+  int priority = 0;
   std::deque<Work> queue;
 };
 
@@ -38,6 +40,8 @@ namespace {
   std::fprintf(stderr, "emulated CUDA runtime: %s\n", what);
   std::abort();
 }
+
+constexpr int kGreatestPriority = -5;  // as GPUs have; the least is 0
 
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
@@ -74,6 +78,20 @@ class Runtime {
 
   bool Has(cudaStream_t stream) const {
     return std::find(streams.begin(), streams.end(), stream) != streams.end();
+  }
+
+  // The pinned block that `data` stands in; pinned.end() without one.
+  std::map<std::byte*, int64_t>::const_iterator FindPinned(const void* data) const {
+    std::byte* const address = static_cast<std::byte*>(const_cast<void*>(data));
+    auto next = pinned.upper_bound(address);
+    if (next == pinned.begin() || address >= std::prev(next)->first + std::prev(next)->second) {
+      return pinned.end();
+    }
+    return std::prev(next);
+  }
+
+  bool IsReachable(const void* data) const {
+    return memory.Find(data) != nullptr || FindPinned(data) != pinned.end();
   }
 
   bool IsRunnable(cudaStream_t stream) const {
@@ -397,14 +415,9 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
       attributes->devicePointer = const_cast<void*>(data);
       return cudaSuccess;
     }
-    std::byte* const address = static_cast<std::byte*>(const_cast<void*>(data));
-    auto next = runtime.pinned.upper_bound(address);
-    if (next != runtime.pinned.begin()) {
-      --next;
-      if (address < next->first + next->second) {
-        attributes->type = cudaMemoryTypeHost;
-        attributes->devicePointer = attributes->hostPointer = address;
-      }
+    if (runtime.FindPinned(data) != runtime.pinned.end()) {
+      attributes->type = cudaMemoryTypeHost;
+      attributes->devicePointer = attributes->hostPointer = const_cast<void*>(data);
     }
     return cudaSuccess;
   });
@@ -418,6 +431,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyK
       return cudaErrorInvalidValue;
     }
     ++runtime.counts.copies;
+    if (!runtime.IsReachable(to) || !runtime.IsReachable(from)) ++runtime.counts.pageable_copies;
     const bool is_corrupt =
         runtime.copies_until_corrupt >= 0 && runtime.copies_until_corrupt-- == 0;
     return Push(runtime, stream, {nullptr, [=] {
@@ -446,6 +460,32 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int) {
     *stream = new CUstream_st();
     (*stream)->device = current_device;
     runtime.streams.push_back(*stream);
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  return Call("cudaDeviceGetStreamPriorityRange", [&](Runtime&) {
+    *least = 0;
+    *greatest = expertmesh::kGreatestPriority;
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int, int priority) {
+  return Call("cudaStreamCreateWithPriority", [&](Runtime& runtime) {
+    *stream = new CUstream_st();
+    (*stream)->device = current_device;
+    (*stream)->priority = std::clamp(priority, expertmesh::kGreatestPriority, 0);
+    runtime.streams.push_back(*stream);
+    return cudaSuccess;
+  });
+}
+
+cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  return Call("cudaStreamGetPriority", [&](Runtime& runtime) {
+    if (!runtime.Has(stream)) return cudaErrorInvalidResourceHandle;
+    *priority = stream->priority;
     return cudaSuccess;
   });
 }

@@ -48,6 +48,7 @@ struct EmulatedCudaCounts {
   int64_t pinned_bytes = 0;
   int64_t work_done = 0;  // since the reset
   int64_t copies = 0;
+  int64_t pageable_copies = 0;  // of them, to or from host memory that is not pinned: they block
   int64_t launches = 0;
 };
 EmulatedCudaCounts CountEmulatedCuda();

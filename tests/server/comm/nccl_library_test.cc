@@ -78,6 +78,22 @@ INSTANTIATE_TEST_SUITE_P(
         []() -> std::unique_ptr<Stream> { return CudaStreamPool(0).NewStream(); })),
     [](const auto& test) { return test.param.name; });
 
+// The exchange of one step and the experts of another share the device.
+TEST(NcclOnCudaTest, ItsStreamHasTheHighestPriority) {
+  ResetEmulatedCuda();
+  FakeNcclOnCuda nccl;
+  NcclFunctions::DeviceStream stream = nullptr;
+  ASSERT_TRUE(nccl.StreamCreate(&stream).ok());
+  int least = 0;
+  int greatest = 0;
+  ASSERT_EQ(cudaDeviceGetStreamPriorityRange(&least, &greatest), cudaSuccess);
+  int priority = 0;
+  ASSERT_EQ(cudaStreamGetPriority(static_cast<cudaStream_t>(stream), &priority), cudaSuccess);
+  EXPECT_EQ(priority, greatest);
+  EXPECT_LT(priority, least);
+  nccl.StreamDestroy(stream);
+}
+
 // Device memory that faults wherever the host, or a stream out of its turn, touches it; the seeds
 // draw which stream moves on.
 TEST(NcclOnCudaTest, MovesDeviceMemoryInTheStreamsOrder) {
