@@ -1,5 +1,6 @@
 #include "server/dispatch/allgather_reducescatter_monolithic.h"
 
+#include <cstring>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -90,8 +91,16 @@ absl::StatusOr<std::byte*> MonolithicExchange::MakeOwnBlock() const {
   params.output = *block;
   absl::Status status = context_.row_ops->GatherRows(params, *context_.stream);
   if (!status.ok()) return status;
-  status = context_.stream->Copy(*block + num_tokens * row_bytes_, slice_.router_logits.data(),
-                                 num_tokens * logits_bytes_);
+  const int64_t size_bytes = num_tokens * logits_bytes_;
+  const void* logits = slice_.router_logits.data();
+  if (context_.stream->device() != Device{}) {
+    // A device that copies from memory that is not pinned makes the thread wait for the stream.
+    absl::StatusOr<std::byte*> pinned = context_.host_arena->Allocate(size_bytes);
+    if (!pinned.ok()) return pinned.status();
+    std::memcpy(*pinned, logits, static_cast<size_t>(size_bytes));
+    logits = *pinned;
+  }
+  status = context_.stream->Copy(*block + num_tokens * row_bytes_, logits, size_bytes);
   if (!status.ok()) return status;
   return block;
 }
