@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
 #include <mutex>
 
@@ -116,8 +117,13 @@ struct ControlPlane::Impl {
 
 absl::Status ControlPlane::Impl::MakeGroup() {
   if (options.rank_listen.empty()) {
+    LocalExpertGroupOptions group_options = options.group;
+    group_options.on_device_lost = [](const absl::Status& status) {
+      LogError("the GPU is lost: this process ends", {{"why", status.message()}});
+      std::_Exit(1);
+    };
     absl::StatusOr<std::unique_ptr<LocalExpertGroup>> made =
-        LocalExpertGroup::Create(options.group);
+        LocalExpertGroup::Create(group_options);
     if (!made.ok()) return made.status();
     local_group = *std::move(made);
     group = local_group.get();

@@ -41,13 +41,14 @@ struct ExpertServer::Impl {
   // Memory for weights, on the host or on the device.
   absl::StatusOr<int64_t> Available() const;
   absl::Status LoadExperts(const std::vector<ServedModel>& models);
-  // Places the layers and says what the rank will hold.
+  // Places the layers and says what the rank will hold; sets `taken`.
   absl::StatusOr<int64_t> Plan(const std::vector<ServedModel>& models);
 
   const ExpertServerOptions options;
   const RankLink link;
   std::map<std::string, std::map<int32_t, Placement>> placements;
   ExpertRankOptions rank_options;
+  int64_t taken = 0;  // of the memory, by what Plan says
   std::unique_ptr<RankEngine> engine;
   std::unique_ptr<ExpertRank> rank;
 
@@ -130,6 +131,13 @@ absl::StatusOr<int64_t> ExpertServer::Impl::Plan(const std::vector<ServedModel>&
       const std::optional<int64_t> sum = CheckedAdd(need, *bytes);
       if (!sum) return absl::OutOfRangeError("the experts fit no memory");
       need = *sum;
+      bytes = TakenLayerBytes(
+          model.spec, layer, *placement, options.ep_rank,
+          [this](int64_t size_bytes) { return engine->backend().TakenBytes(size_bytes); });
+      if (!bytes.ok()) return bytes.status();
+      const std::optional<int64_t> taken_sum = CheckedAdd(taken, *bytes);
+      if (!taken_sum) return absl::OutOfRangeError("the experts fit no memory");
+      taken = *taken_sum;
       placements[model.spec.name].emplace(layer.index, *std::move(placement));
     }
   }
@@ -141,7 +149,10 @@ absl::Status ExpertServer::Impl::LoadExperts(const std::vector<ServedModel>& mod
   if (!need.ok()) return need.status();
   const absl::StatusOr<int64_t> available = Available();
   if (!available.ok()) return available.status();
-  if (absl::Status status = CheckMemoryNeed(*need, *available); !status.ok()) return status;
+  const int64_t reserve = options.device == nullptr ? 0 : DeviceReserveBytes(*available);
+  if (absl::Status status = CheckMemoryNeed(taken, *available, reserve); !status.ok()) {
+    return status;
+  }
   LoadReporter reporter(
       ProgressToStderr(options.progress_on_terminal),
       absl::StrCat(NamesOf(models), " (rank ", options.ep_rank, " of ", options.ep_size, ")"));
@@ -192,6 +203,10 @@ absl::Status ExpertServer::Load() {
   rank_options.bind_address = options.bind_address;
   rank_options.advertise_address = options.advertise_address;
   rank_options.join_timeout = options.join_timeout;
+  rank_options.on_device_lost = [](const absl::Status& status) {
+    LogError("the GPU is lost: this process ends", {{"why", status.message()}});
+    std::_Exit(1);
+  };
   const std::lock_guard<std::mutex> lock(impl_->mutex);
   impl_->rank = std::make_unique<ExpertRank>(std::move(rank_options));
   impl_->is_loaded = true;

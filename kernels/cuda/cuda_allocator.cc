@@ -17,6 +17,7 @@ namespace expertmesh {
 namespace {
 
 constexpr int64_t kBlockAlignment = 256;
+constexpr int64_t kMaxBytes = int64_t{1} << 48;  // of a buffer
 
 // The smallest k * 2^n with k in 4..7 that holds `size_bytes`, at least kBlockAlignment. Weights
 // are large, allocated once and never freed for another size: they get what they ask for.
@@ -73,7 +74,7 @@ absl::StatusOr<Buffer> CudaAllocator::Allocate(int64_t size_bytes) {
     return absl::InvalidArgumentError(absl::StrCat("buffer size ", size_bytes, " is negative"));
   }
   if (size_bytes == 0) return Buffer();
-  if (size_bytes > int64_t{1} << 48) {
+  if (size_bytes > kMaxBytes) {
     return absl::ResourceExhaustedError(absl::StrCat("buffer of ", size_bytes, " bytes"));
   }
   const int64_t class_bytes = ClassBytes(size_bytes);
@@ -106,6 +107,10 @@ absl::StatusOr<Buffer> CudaAllocator::Allocate(int64_t size_bytes) {
   state_->usage.allocated_bytes += class_bytes;
   state_->blocks.emplace(static_cast<std::byte*>(block), class_bytes);
   return Buffer(static_cast<std::byte*>(block), size_bytes, this);
+}
+
+int64_t CudaAllocator::TakenBytes(int64_t size_bytes) {
+  return size_bytes <= 0 || size_bytes > kMaxBytes ? size_bytes : ClassBytes(size_bytes);
 }
 
 CudaMemoryUsage CudaAllocator::usage() const {

@@ -33,6 +33,8 @@ class CudaAllocator : public Allocator {
   Device device() const override;
   absl::StatusOr<Buffer> Allocate(int64_t size_bytes) override;
   CudaMemoryUsage usage() const;
+  // What a buffer of this size takes of the memory.
+  static int64_t TakenBytes(int64_t size_bytes);
   // Whether `data` stands in a buffer that is out, or could be.
   bool Owns(const void* data) const;
 

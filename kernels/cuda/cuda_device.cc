@@ -29,14 +29,19 @@ class OneCudaDevice : public CudaDevice {
   const std::shared_ptr<Allocator>& pinned_allocator() const override { return pinned_memory_; }
 
   int64_t free_bytes() const override {
-    size_t free_bytes = 0;
-    size_t total_bytes = 0;
-    absl::Status status = UseCudaDevice(index_);
-    if (status.ok()) {
-      status = CudaStatus(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo", index_);
-    }
-    if (!status.ok()) return 0;
-    return static_cast<int64_t>(free_bytes) + allocators_.device->usage().cached_bytes;
+    int64_t free_bytes = 0;
+    if (!AskFreeBytes(&free_bytes).ok()) return 0;
+    return free_bytes + allocators_.device->usage().cached_bytes;
+  }
+
+  int64_t TakenBytes(int64_t size_bytes) const override {
+    return CudaAllocator::TakenBytes(size_bytes);
+  }
+
+  absl::Status status() const override {
+    // A lost context makes every call fail; this one changes nothing and waits for nothing.
+    int64_t free_bytes = 0;
+    return AskFreeBytes(&free_bytes);
   }
 
   std::unique_ptr<Stream> NewStream() override { return streams_->NewStream(); }
@@ -53,6 +58,17 @@ class OneCudaDevice : public CudaDevice {
   }
 
  private:
+  absl::Status AskFreeBytes(int64_t* bytes) const {
+    size_t free_bytes = 0;
+    size_t total_bytes = 0;
+    absl::Status status = UseCudaDevice(index_);
+    if (status.ok()) {
+      status = CudaStatus(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo", index_);
+    }
+    if (status.ok()) *bytes = static_cast<int64_t>(free_bytes);
+    return status;
+  }
+
   const int32_t index_;
   const std::string instruction_set_;
   const CudaAllocators allocators_ = {

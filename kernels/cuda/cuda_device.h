@@ -26,6 +26,12 @@ class CudaDevice {
   virtual const std::shared_ptr<Allocator>& pinned_allocator() const = 0;
   // Free for allocator(), what that keeps for reuse included. 0 when the device does not say.
   virtual int64_t free_bytes() const = 0;
+  // Of that, for one buffer of this size.
+  virtual int64_t TakenBytes(int64_t size_bytes) const = 0;
+  // Not OK when the device, or this process's context on it, is lost, which lasts: every later call
+  // fails, and only another process may have the device again. Asks the driver and not the work in
+  // progress; for after something has failed.
+  virtual absl::Status status() const = 0;
 
   virtual std::unique_ptr<Stream> NewStream() = 0;
   virtual RowOps& row_ops() = 0;

@@ -151,6 +151,34 @@ absl::Status LocalExpertGroup::PlaceLayers(absl::Span<const WeightSource* const>
 
 absl::StatusOr<std::vector<int64_t>> LocalExpertGroup::NeedBytes(
     absl::Span<const WeightSource* const> sources) {
+  return SumLayers(sources, PackedLayerBytes);
+}
+
+absl::Status LocalExpertGroup::CheckMemory(absl::Span<const WeightSource* const> sources,
+                                           int64_t available_bytes) {
+  const RankBackend& backend = engines_.front()->backend();
+  const absl::StatusOr<std::vector<int64_t>> taken =
+      SumLayers(sources, [&backend](const ModelSpec& model, const LayerSpec& layer,
+                                    const Placement& placement, int32_t rank) {
+        return TakenLayerBytes(model, layer, placement, rank, [&backend](int64_t size_bytes) {
+          return backend.TakenBytes(size_bytes);
+        });
+      });
+  if (!taken.ok()) return taken.status();
+  std::optional<int64_t> need = 0;
+  for (const int64_t bytes : *taken) {
+    if (need) need = CheckedAdd(*need, bytes);
+  }
+  if (!need) return absl::OutOfRangeError("the experts fit no memory");
+  return CheckMemoryNeed(*need, available_bytes,
+                         options_.device == nullptr ? 0 : DeviceReserveBytes(available_bytes));
+}
+
+absl::StatusOr<std::vector<int64_t>> LocalExpertGroup::SumLayers(
+    absl::Span<const WeightSource* const> sources,
+    absl::FunctionRef<absl::StatusOr<int64_t>(const ModelSpec&, const LayerSpec&, const Placement&,
+                                              int32_t rank)>
+        layer_bytes) {
   if (absl::Status status = PlaceLayers(sources); !status.ok()) return status;
   std::vector<int64_t> need(ep_size());
   for (const WeightSource* source : sources) {
@@ -158,7 +186,7 @@ absl::StatusOr<std::vector<int64_t>> LocalExpertGroup::NeedBytes(
     for (const LayerSpec& layer : model.layers) {
       for (int32_t rank = 0; rank < ep_size(); ++rank) {
         absl::StatusOr<int64_t> bytes =
-            PackedLayerBytes(model, layer, *placement(model.name, layer.index), rank);
+            layer_bytes(model, layer, *placement(model.name, layer.index), rank);
         if (!bytes.ok()) return bytes.status();
         const std::optional<int64_t> sum = CheckedAdd(need[rank], *bytes);
         if (!sum) return absl::OutOfRangeError("the experts fit no memory");
@@ -186,9 +214,7 @@ absl::Status LocalExpertGroup::Load(absl::Span<const WeightSource* const> source
     if (!available.ok()) return available.status();
     available_bytes = *available;
   }
-  if (absl::Status status = CheckMemoryNeed(done.total_bytes, *available_bytes); !status.ok()) {
-    return status;
-  }
+  if (absl::Status status = CheckMemory(sources, *available_bytes); !status.ok()) return status;
 
   std::mutex mutex;
   const auto report = [&](int64_t num_bytes) {
@@ -264,7 +290,13 @@ absl::StatusOr<GroupStepResult> LocalExpertGroup::RunStep(GroupStep step, bool o
   absl::StatusOr<GroupStepResult> result =
       step.plan.direct.has_value() ? RunDirect(std::move(step), on_caller, step_deadline)
                                    : RunOnRanks(std::move(step), on_caller, step_deadline);
-  if (!result.ok()) FormEpoch();
+  if (!result.ok()) {
+    if (options_.on_device_lost != nullptr) {
+      const absl::Status device = engines_.front()->backend().device_status();
+      if (!device.ok()) options_.on_device_lost(device);
+    }
+    FormEpoch();
+  }
   return result;
 }
 

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -40,6 +41,9 @@ struct LocalExpertGroupOptions {
   int num_threads = 0;
   // The GPU that all ranks compute on instead of the CPU; its pinned memory is their host memory.
   std::shared_ptr<CudaDevice> device;
+  // The device was found lost (CudaDevice::status) after a step had failed: no later one can do
+  // better. Called on the thread that runs the step. Null: nobody asks.
+  std::function<void(const absl::Status&)> on_device_lost;
   std::shared_ptr<Allocator> allocator;  // host memory; default: a HostBufferPool of its own
   ActivationFormat format = ActivationFormat::kContiguous;
   // Default: Placement::Contiguous.
@@ -70,7 +74,8 @@ class LocalExpertGroup : public ExpertGroup {
 
   // Loads every layer of every model, all ranks side by side, then forms epoch 1. Once; blocking.
   // RESOURCE_EXHAUSTED, before anything is read, when `available_bytes` (default:
-  // AvailableBytes()) is less than the need. `progress` is called by one thread at a time.
+  // AvailableBytes()) is less than the need; on a device, less than what the buffers take with
+  // DeviceReserveBytes. `progress` is called by one thread at a time.
   // The sources are not needed afterwards.
   absl::Status Load(absl::Span<const WeightSource* const> sources,
                     const std::function<void(const LoadProgress&)>& progress = nullptr,
@@ -101,6 +106,13 @@ class LocalExpertGroup : public ExpertGroup {
 
   absl::Status CreateRanks();
   absl::StatusOr<std::unique_ptr<RankBackend>> NewBackend(const ParallelForOptions& threads) const;
+  // Of `layer_bytes`, [ep_size]. Places the layers first.
+  absl::StatusOr<std::vector<int64_t>> SumLayers(
+      absl::Span<const WeightSource* const> sources,
+      absl::FunctionRef<absl::StatusOr<int64_t>(const ModelSpec&, const LayerSpec&,
+                                                const Placement&, int32_t rank)>
+          layer_bytes);
+  absl::Status CheckMemory(absl::Span<const WeightSource* const> sources, int64_t available_bytes);
   absl::Status PlaceLayers(absl::Span<const WeightSource* const> sources);
   void FormEpoch();
   absl::StatusOr<GroupStepResult> RunOnRanks(GroupStep step, bool on_caller, absl::Time deadline);

@@ -61,6 +61,29 @@ absl::StatusOr<int64_t> PackedLayerBytes(const ModelSpec& model, const LayerSpec
   return *bytes;
 }
 
+absl::StatusOr<int64_t> TakenLayerBytes(
+    const ModelSpec& model, const LayerSpec& layer, const Placement& placement, int32_t ep_rank,
+    absl::FunctionRef<int64_t(int64_t size_bytes)> taken_bytes) {
+  // Whose parts then fit, too.
+  const absl::StatusOr<int64_t> packed = PackedLayerBytes(model, layer, placement, ep_rank);
+  if (!packed.ok()) return packed.status();
+  const int64_t gate_bytes = layer.shared_gated ? model.hidden_size * int64_t{sizeof(float)} : 0;
+  const int64_t shared_bytes = SharedExpertWeightBytes(model, layer) - gate_bytes;
+  const int64_t routed_bytes = *packed - shared_bytes - gate_bytes;
+  const int64_t buffers[] = {routed_bytes / 3 * 2, routed_bytes / 3, shared_bytes / 3 * 2,
+                             shared_bytes / 3, gate_bytes};
+  std::optional<int64_t> sum = 0;
+  for (const int64_t size_bytes : buffers) {
+    if (sum) sum = CheckedAdd(*sum, taken_bytes(size_bytes));
+  }
+  if (!sum) return absl::OutOfRangeError("the experts fit no memory");
+  return *sum;
+}
+
+int64_t DeviceReserveBytes(int64_t free_bytes) {
+  return std::min(free_bytes / 16, int64_t{2} << 30);
+}
+
 absl::StatusOr<int64_t> AvailableMemoryBytes(const std::string& root) {
   const std::optional<int64_t> available_kib = ReadKey(root + "/proc/meminfo", "MemAvailable:");
   if (!available_kib) {
@@ -98,13 +121,18 @@ absl::StatusOr<int64_t> AvailableMemoryBytes(const std::string& root) {
 
 int64_t ResidentMemoryBytes() { return ReadKey("/proc/self/status", "VmRSS:").value_or(0) * 1024; }
 
-absl::Status CheckMemoryNeed(int64_t need_bytes, int64_t available_bytes) {
-  if (need_bytes <= available_bytes) return absl::OkStatus();
+absl::Status CheckMemoryNeed(int64_t need_bytes, int64_t available_bytes, int64_t reserve_bytes) {
+  if (need_bytes <= available_bytes - reserve_bytes) return absl::OkStatus();
   constexpr double kGib = 1 << 30;
-  return absl::ResourceExhaustedError(absl::StrFormat(
+  std::string error = absl::StrFormat(
       "the experts need %d bytes (%.2f GiB) of memory, %d bytes (%.2f GiB) are available",
       need_bytes, static_cast<double>(need_bytes) / kGib, available_bytes,
-      static_cast<double>(available_bytes) / kGib));
+      static_cast<double>(available_bytes) / kGib);
+  if (reserve_bytes > 0) {
+    absl::StrAppendFormat(&error, ", of which %d bytes (%.2f GiB) are kept for steps",
+                          reserve_bytes, static_cast<double>(reserve_bytes) / kGib);
+  }
+  return absl::ResourceExhaustedError(error);
 }
 
 }  // namespace expertmesh

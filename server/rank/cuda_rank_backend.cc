@@ -15,6 +15,8 @@ class CudaRankBackend : public RankBackend {
   const char* instruction_set() const override { return device_->instruction_set().c_str(); }
   std::string device_name() const override { return absl::StrCat("cuda:", device_->index()); }
   std::optional<int64_t> device_free_bytes() const override { return device_->free_bytes(); }
+  int64_t TakenBytes(int64_t size_bytes) const override { return device_->TakenBytes(size_bytes); }
+  absl::Status device_status() const override { return device_->status(); }
   std::function<absl::Status(std::byte*, const std::byte*, int64_t)> copy_bytes() override {
     return [device = device_](std::byte* to, const std::byte* from, int64_t size_bytes) {
       return device->CopyNow(to, from, size_bytes);

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/base/buffer.h"
 #include "kernels/base/parallel_for.h"
@@ -31,6 +32,10 @@ class RankBackend {
   virtual std::string device_name() const { return "cpu"; }
   // Memory of the device that is free; nullopt: it is the host's.
   virtual std::optional<int64_t> device_free_bytes() const { return std::nullopt; }
+  // Of the memory for weights, for one buffer of this size.
+  virtual int64_t TakenBytes(int64_t size_bytes) const { return size_bytes; }
+  // As CudaDevice::status; for after a step or an epoch has failed.
+  virtual absl::Status device_status() const { return absl::OkStatus(); }
   // How bytes get from one rank's memory to another's within a process (InProcessCommunicator);
   // null: memcpy.
   virtual std::function<absl::Status(std::byte* to, const std::byte* from, int64_t size_bytes)>

@@ -35,6 +35,10 @@ struct ExpertRankOptions {
   std::string bind_address = "127.0.0.1";
   std::string advertise_address;
   NcclRankOptions nccl;
+  // The engine's device is lost (RankBackend::device_status): all that the rank could still do is
+  // to fail every step, and only another process may have the device again. Called where that is
+  // found, any thread, maybe more than once. Null: nobody asks the device.
+  std::function<void(const absl::Status&)> on_device_lost;
   // How long nobody may answer, or the rank's number may be taken, before Run gives up. Once it has
   // been a member, a control plane that does not answer is waited for without end: the weights are
   // dear.

@@ -48,6 +48,8 @@ struct ExpertRank::Impl {
   // As soon as an epoch's end is known, on whatever thread, and maybe before its beginning has been
   // obeyed. Does not block.
   void AbortEpoch(uint64_t ended, const absl::Status& reason);
+  // After something has failed that the device may be the cause of.
+  void CheckDevice() const;
   // False when the rank was stopped.
   bool Wait(absl::Duration duration);
 

@@ -59,6 +59,7 @@ void ExpertRank::Impl::Obey(const v1::RunStepsResponse& command,
     const v1::EpochBegin& begin = command.epoch_begin();
     const absl::Status status = FormEpoch(begin, membership);
     if (!status.ok()) {
+      CheckDevice();
       LogWarning("cannot form an epoch", {{"epoch", begin.epoch()}, {"why", status.message()}});
     }
     answer.mutable_epoch_ready()->set_epoch(begin.epoch());
@@ -146,6 +147,12 @@ absl::Status ExpertRank::Impl::FormEpoch(const v1::EpochBegin& begin,
   return absl::OkStatus();
 }
 
+void ExpertRank::Impl::CheckDevice() const {
+  if (options.on_device_lost == nullptr) return;
+  const absl::Status status = options.engine->backend().device_status();
+  if (!status.ok()) options.on_device_lost(status);
+}
+
 void ExpertRank::Impl::AbortEpoch(uint64_t ended, const absl::Status& reason) {
   const std::lock_guard<std::mutex> lock(epoch_mutex);
   last_ended = std::max(last_ended, ended);
@@ -204,6 +211,7 @@ grpc::ByteBuffer ExpertRank::Impl::RunStep(ReceivedSlice received, ComputeTurns:
                             SteadyNow() + received.timeout, std::move(turn));
   }
   if (!result.ok()) {
+    CheckDevice();
     result = StatusForLink(result.status());
   } else if (!received.shard_status.ok()) {
     result->output_error =

@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <vector>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -63,6 +64,38 @@ TEST_F(MemoryNeedTest, NoMeminfo) {
 }
 
 TEST(MemoryNeedOfThisMachineTest, IsPositive) { EXPECT_GT(*AvailableMemoryBytes(), 0); }
+
+TEST(MemoryOfADeviceTest, CountsBuffersAsTheDeviceGivesThem) {
+  ModelSpec model;
+  model.hidden_size = 8;
+  model.weight_dtype = DType::kBFloat16;
+  LayerSpec layer;
+  layer.num_experts = 5;
+  layer.intermediate_size = 6;
+  layer.shared_intermediate_size = 7;
+  layer.shared_gated = true;
+  const Placement placement = *Placement::Contiguous(5, 2);
+  std::vector<int64_t> sizes;
+  const absl::StatusOr<int64_t> taken =
+      TakenLayerBytes(model, layer, placement, 0, [&sizes](int64_t size_bytes) {
+        sizes.push_back(size_bytes);
+        return size_bytes + 1000;
+      });
+  ASSERT_TRUE(taken.ok()) << taken.status();
+  const std::vector<int64_t> expected = {3 * 2 * 8 * 6 * 2, 3 * 8 * 6 * 2, 2 * 8 * 7 * 2, 8 * 7 * 2,
+                                         8 * 4};
+  EXPECT_EQ(sizes, expected);
+  EXPECT_EQ(*taken, *PackedLayerBytes(model, layer, placement, 0) + 5000);
+}
+
+TEST(MemoryOfADeviceTest, SomeIsKept) {
+  EXPECT_EQ(DeviceReserveBytes(1600), 100);
+  EXPECT_EQ(DeviceReserveBytes(int64_t{1} << 40), int64_t{2} << 30);
+  EXPECT_TRUE(CheckMemoryNeed(1500, 1600, 100).ok());
+  const absl::Status status = CheckMemoryNeed(1501, 1600, 100);
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_NE(status.message().find("of which 100 bytes"), absl::string_view::npos) << status;
+}
 
 TEST(PackedLayerBytesTest, CountsTheRanksExperts) {
   ModelSpec model;

@@ -28,11 +28,37 @@ TEST_F(CudaRankFailureTest, ALostDeviceFailsTheStep) {
     engines_.clear();
     MakeRanks(1, OnGpu(4));
     const StepPlan plan = Plan();
+    EXPECT_TRUE(engines_[0]->backend().device_status().ok());
     FailEmulatedWork(cudaErrorIllegalAddress, num_successes);
     const absl::Status status =
         engines_[0]->RunStep(plan.slices[0], Shard(plan, 0), Soon()).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
+    EXPECT_EQ(engines_[0]->backend().device_status().code(), absl::StatusCode::kInternal);
   }
+}
+
+// A copy from memory that is not pinned would make the thread wait for its stream.
+TEST_F(CudaRankFailureTest, NoCopyOfAStepBlocks) {
+  for (const DispatchMode strategy :
+       {DispatchMode::kAllToAll, DispatchMode::kAllGatherReduceScatter,
+        DispatchMode::kAllGatherReduceScatterMonolithic}) {
+    SCOPED_TRACE(std::string(DispatchModeName(strategy)));
+    engines_.clear();
+    strategy_ = strategy;
+    MakeRanks(2, OnGpu(5));
+    const int64_t before = CountEmulatedCuda().pageable_copies;
+    RunAll();
+    EXPECT_EQ(CountEmulatedCuda().pageable_copies, before);
+  }
+}
+
+// Which is no reason to end the process.
+TEST_F(CudaRankFailureTest, AFailureThatPassesIsNoLostDevice) {
+  MakeRanks(1, OnGpu(4));
+  const StepPlan plan = Plan();
+  FailEmulatedCall("cudaEventRecord", cudaErrorInvalidValue);
+  EXPECT_FALSE(engines_[0]->RunStep(plan.slices[0], Shard(plan, 0), Soon()).ok());
+  EXPECT_TRUE(engines_[0]->backend().device_status().ok());
 }
 
 }  // namespace
