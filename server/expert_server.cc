@@ -203,8 +203,8 @@ absl::Status ExpertServer::Load() {
   rank_options.bind_address = options.bind_address;
   rank_options.advertise_address = options.advertise_address;
   rank_options.join_timeout = options.join_timeout;
-  rank_options.on_device_lost = [](const absl::Status& status) {
-    LogError("the GPU is lost: this process ends", {{"why", status.message()}});
+  rank_options.on_device_lost = [](const absl::Status& lost) {
+    LogError("the GPU is lost: this process ends", {{"why", lost.message()}});
     std::_Exit(1);
   };
   const std::lock_guard<std::mutex> lock(impl_->mutex);

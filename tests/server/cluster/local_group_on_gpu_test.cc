@@ -21,7 +21,6 @@ class LocalGroupOnGpuTest : public ::testing::Test {
 
   void Load() {
     LocalExpertGroupOptions options;
-    options.num_ranks = 2;
     options.device = OpenCudaDevice(0).value();
     options.on_device_lost = [this](const absl::Status& status) {
       EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
