@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "server/comm/check_counts.h"
 #include "server/comm/in_process_exchange.h"
 #include "server/comm/operation_places.h"
 
@@ -30,8 +31,8 @@ class InProcessCommunicator : public Communicator {
     call.receive = params.receive;
     call.send_bytes = params.send_bytes;
     call.receive_bytes = params.receive_bytes;
-    absl::Status status = CheckCounts("send_bytes", params.send_bytes);
-    status.Update(CheckCounts("receive_bytes", params.receive_bytes));
+    absl::Status status = CheckCounts("send_bytes", params.send_bytes, ep_size());
+    status.Update(CheckCounts("receive_bytes", params.receive_bytes, ep_size()));
     if (!status.ok()) return Refuse(status);
     for (int32_t peer = 0; peer < ep_size(); ++peer) {
       if (peer != ep_rank_) exchange_->traffic(ep_rank_).CountSent(peer, params.send_bytes[peer]);
@@ -46,7 +47,8 @@ class InProcessCommunicator : public Communicator {
     call.send = params.send;
     call.receive = params.receive;
     call.receive_bytes = params.receive_bytes;
-    if (absl::Status status = CheckCounts("receive_bytes", params.receive_bytes); !status.ok()) {
+    if (absl::Status status = CheckCounts("receive_bytes", params.receive_bytes, ep_size());
+        !status.ok()) {
       return Refuse(status);
     }
     for (int32_t peer = 0; peer < ep_size(); ++peer) {
@@ -83,17 +85,6 @@ class InProcessCommunicator : public Communicator {
   }
 
  private:
-  absl::Status CheckCounts(const char* name, absl::Span<const int64_t> counts) const {
-    if (static_cast<int64_t>(counts.size()) != ep_size()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(name, ": ", counts.size(), " entries for ", ep_size(), " ranks"));
-    }
-    for (const int64_t count : counts) {
-      if (count < 0) return absl::InvalidArgumentError(absl::StrCat(name, ": ", count, " < 0"));
-    }
-    return absl::OkStatus();
-  }
-
   // The peers wait for this rank's part, which will never come.
   absl::Status Refuse(const absl::Status& status) {
     exchange_->Break(absl::DataLossError(

@@ -10,6 +10,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/base/steady_now.h"
+#include "server/comm/check_counts.h"
 #include "server/comm/nccl_exchange.h"
 #include "server/comm/nccl_operation.h"
 #include "server/comm/operation_places.h"
@@ -36,8 +37,8 @@ class NcclCommunicator : public Communicator {
     operation->tag = params.tag;
     operation->send = params.send;
     operation->receive = params.receive;
-    absl::Status status = CheckCounts("send_bytes", params.send_bytes);
-    status.Update(CheckCounts("receive_bytes", params.receive_bytes));
+    absl::Status status = CheckCounts("send_bytes", params.send_bytes, ep_size());
+    status.Update(CheckCounts("receive_bytes", params.receive_bytes, ep_size()));
     if (!status.ok()) return Refuse(status);
     operation->send_bytes.assign(params.send_bytes.begin(), params.send_bytes.end());
     operation->receive_bytes.assign(params.receive_bytes.begin(), params.receive_bytes.end());
@@ -50,7 +51,8 @@ class NcclCommunicator : public Communicator {
     operation->tag = params.tag;
     operation->send = params.send;
     operation->receive = params.receive;
-    if (absl::Status status = CheckCounts("receive_bytes", params.receive_bytes); !status.ok()) {
+    if (absl::Status status = CheckCounts("receive_bytes", params.receive_bytes, ep_size());
+        !status.ok()) {
       return Refuse(status);
     }
     operation->send_bytes.assign(ep_size(), params.receive_bytes[ep_rank()]);
@@ -89,17 +91,6 @@ class NcclCommunicator : public Communicator {
   std::vector<int64_t> wait_nanos() const override { return exchange_->wait_nanos(); }
 
  private:
-  absl::Status CheckCounts(const char* name, absl::Span<const int64_t> counts) const {
-    if (static_cast<int64_t>(counts.size()) != ep_size()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(name, ": ", counts.size(), " entries for ", ep_size(), " ranks"));
-    }
-    for (const int64_t count : counts) {
-      if (count < 0) return absl::InvalidArgumentError(absl::StrCat(name, ": ", count, " < 0"));
-    }
-    return absl::OkStatus();
-  }
-
   // The peers wait for this rank's part, which will never come.
   absl::Status Refuse(const absl::Status& status) {
     const absl::Status broken = absl::DataLossError(

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "server/comm/check_counts.h"
 #include "server/comm/operation_places.h"
 #include "server/comm/tcp_exchange.h"
 #include "server/comm/tcp_operation.h"
@@ -26,8 +27,8 @@ class TcpCommunicator : public Communicator {
   int32_t ep_size() const override { return exchange_->ep_size(); }
 
   absl::Status AllToAllV(const AllToAllVParams& params, Stream& stream) override {
-    absl::Status status = CheckCounts("send_bytes", params.send_bytes);
-    status.Update(CheckCounts("receive_bytes", params.receive_bytes));
+    absl::Status status = CheckCounts("send_bytes", params.send_bytes, ep_size());
+    status.Update(CheckCounts("receive_bytes", params.receive_bytes, ep_size()));
     if (!status.ok()) return Refuse(status);
     auto operation = NewOperation();
     operation->kind = TcpOperation::Kind::kAllToAllV;
@@ -43,7 +44,8 @@ class TcpCommunicator : public Communicator {
   }
 
   absl::Status AllGatherV(const AllGatherVParams& params, Stream& stream) override {
-    if (absl::Status status = CheckCounts("receive_bytes", params.receive_bytes); !status.ok()) {
+    if (absl::Status status = CheckCounts("receive_bytes", params.receive_bytes, ep_size());
+        !status.ok()) {
       return Refuse(status);
     }
     auto operation = NewOperation();
@@ -84,17 +86,6 @@ class TcpCommunicator : public Communicator {
   std::vector<int64_t> wait_nanos() const override { return exchange_->traffic().wait_nanos(); }
 
  private:
-  absl::Status CheckCounts(const char* name, absl::Span<const int64_t> counts) const {
-    if (static_cast<int64_t>(counts.size()) != ep_size()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(name, ": ", counts.size(), " entries for ", ep_size(), " ranks"));
-    }
-    for (const int64_t count : counts) {
-      if (count < 0) return absl::InvalidArgumentError(absl::StrCat(name, ": ", count, " < 0"));
-    }
-    return absl::OkStatus();
-  }
-
   std::shared_ptr<TcpOperation> NewOperation() const {
     auto operation = std::make_shared<TcpOperation>();
     operation->ep_rank = ep_rank();
