@@ -29,6 +29,7 @@ void ExplainReactor::OnDone() {
 
 void ExplainReactor::Start() {
   environment_.metrics->calls_in_flight[static_cast<int>(CallMethod::kExplain)].Add(1);
+  if (!request_->Valid()) return Answer(MissingMessageError(deadline_));
   // gRPC learns of this reactor, and so may delete it, only after Start.
   wait_id_ = environment_.state->Wait(
       deadline_, static_cast<int64_t>(request_->Length()),

@@ -42,6 +42,13 @@ absl::Status NameServersDeadline(absl::Status status, absl::Time arrival, absl::
                    {.limit = limit});
 }
 
+absl::Status MissingMessageError(absl::Time deadline) {
+  if (SteadyNow() >= deadline) {
+    return CallError(ErrorReason::kDeadlinePassed, "the call's deadline passed before its message");
+  }
+  return CallError(ErrorReason::kCallCancelled, "the call ended before its message came");
+}
+
 absl::StatusOr<Buffer> AllocatePayload(Allocator* allocator, int64_t size_bytes) {
   absl::StatusOr<Buffer> buffer = allocator->Allocate(size_bytes);
   if (buffer.ok()) return buffer;
@@ -66,6 +73,7 @@ void ForwardReactor::Unref() {
 
 void ForwardReactor::Start() {
   environment_.metrics->calls_in_flight[static_cast<int>(CallMethod::kForward)].Add(1);
+  if (!request_->Valid()) return Answer(MissingMessageError(deadline_));
   environment_.metrics->request_bytes.Increment(static_cast<int64_t>(request_->Length()));
   num_refs_.fetch_add(1, std::memory_order_relaxed);
   // Called within Wait, the waiter runs on this thread, gRPC's own; later it comes from another

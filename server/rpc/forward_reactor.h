@@ -44,6 +44,9 @@ absl::Status UnwantedError(bool is_cancelled, absl::Time deadline);
 // Where `status` says that the deadline passed, and that was the server's own: the same, saying so.
 absl::Status NameServersDeadline(absl::Status status, absl::Time arrival, absl::Time deadline,
                                  absl::Duration max_deadline);
+// Of a unary call whose reading ended before a message came, as gRPC tells by a buffer that is not
+// valid: then the client is gone, and what it did not send is no bad input.
+absl::Status MissingMessageError(absl::Time deadline);
 // RESOURCE_EXHAUSTED (BUFFERS_EXHAUSTED).
 absl::StatusOr<Buffer> AllocatePayload(Allocator* allocator, int64_t size_bytes);
 

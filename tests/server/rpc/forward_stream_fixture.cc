@@ -194,6 +194,13 @@ void StreamServer::Serve() {
   state_.StartServing(backend);
 }
 
+int64_t StreamServer::CallsTotal(const std::string& labels) const {
+  const std::string series = absl::StrCat("expertmesh_calls_total", labels, " ");
+  const std::string text = registry_.Serialize();
+  const size_t at = text.find(series);
+  return at == std::string::npos ? 0 : atoll(text.c_str() + at + series.size());
+}
+
 std::string StreamServer::target() const { return absl::StrCat("127.0.0.1:", server_->port()); }
 
 std::unique_ptr<v1::ExpertService::Stub> StreamServer::NewStub() const {

@@ -103,6 +103,8 @@ class StreamServer {
   OpenCalls& open_calls() { return open_calls_; }
   HostBufferPool& pool() { return pool_; }
   GrpcServer& server() { return *server_; }
+  // expertmesh_calls_total; as `{code="OK",method="Forward"}`.
+  int64_t CallsTotal(const std::string& labels) const;
   // Blocks until every stream has ended here too, whatever its client knows already.
   void AwaitStreamsEnd() { server_->Shutdown(absl::Now() + absl::Seconds(30)); }
   std::string target() const;
@@ -120,7 +122,8 @@ class StreamServer {
   AllocatingGroup group_{&pool_};
   RouterTable routers_;
   ForwardValidator validator_;
-  const ServerMetrics metrics_;
+  MetricsRegistry registry_;
+  const ServerMetrics metrics_{&registry_};
   ServingState state_{int64_t{1} << 30};
   ForwardStreamSet streams_;
   OpenCalls open_calls_;

@@ -472,6 +472,8 @@ TEST(ForwardStreamReactorTest, AResetCancelsEverything) {
   }
   server.AwaitStreamsEnd();
   EXPECT_EQ(server.controller().num_cancelled(), 20);
+  EXPECT_EQ(server.CallsTotal(R"({code="CANCELLED",method="ForwardStream"})"), 20);
+  EXPECT_EQ(server.CallsTotal(R"({code="INVALID_ARGUMENT",method="ForwardStream"})"), 0);
   EXPECT_EQ(server.pool().allocated_bytes(), 0);
 }
 
