@@ -92,9 +92,10 @@ stop() {
   ! $at_once || ask_to_end "$@"
   wait_for_end "$@"
 }
-# Not what comes twice of one wish: timeout(1) signals this process and then its group.
+# Not what comes twice of one wish: timeout(1) signals this process and then its group. Servers ignore repeats for a
+# second, too.
 stop_at_once() {
-  ((${EPOCHREALTIME/[.,]/} - stopping_since > 300000)) || return 0
+  ((${EPOCHREALTIME/[.,]/} - stopping_since > 1200000)) || return 0
   at_once=true
   say "at once"
   ask_to_end "${stopping[@]}"

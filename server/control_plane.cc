@@ -35,8 +35,11 @@
 namespace expertmesh {
 namespace {
 
-constexpr absl::Duration kMinTimeToSendAnswers = absl::Seconds(5);
-constexpr absl::Duration kTimeToEndRanks = absl::Seconds(5);
+// After drain_timeout, which the calls may have used up. With kTimeToSayGoodbye the longest that a
+// stop exceeds it.
+constexpr absl::Duration kTimeToSendAnswers = absl::Seconds(1);
+constexpr absl::Duration kLeastTimeToEndRanks = absl::Milliseconds(300);
+constexpr absl::Duration kMostTimeToEndRanks = absl::Seconds(5);
 // For connections without calls to see that they are to be closed. One whose client does not look
 // at it, as gRPC's blocking clients do not between calls, never does.
 constexpr absl::Duration kTimeToSayGoodbye = absl::Milliseconds(200);
@@ -408,11 +411,14 @@ void ControlPlane::WaitForStopAndDrain() {
   LogInfo("draining", {{"timeout", absl::FormatDuration(impl_->options.drain_timeout)},
                        {"delay", absl::FormatDuration(impl_->options.drain_delay)}});
   absl::SleepFor(impl_->options.drain_delay);
-  const absl::Time end = SteadyNow() + impl_->options.drain_timeout;
+  const absl::Time end = SteadyNow() + impl_->options.drain_timeout + kTimeToSendAnswers;
   impl_->EndCalls(impl_->options.drain_timeout);
-  impl_->SendAnswersAndShutDown(std::max(end, SteadyNow() + kMinTimeToSendAnswers));
-  impl_->CloseRanks(SteadyNow() + kTimeToEndRanks);
+  impl_->SendAnswersAndShutDown(end);
+  const absl::Time now = SteadyNow();
+  impl_->CloseRanks(now + std::clamp(end - now, kLeastTimeToEndRanks, kMostTimeToEndRanks));
   LogInfo("stopped");
 }
+
+int64_t ControlPlane::num_open_calls() const { return impl_->open_calls.num_open(); }
 
 }  // namespace expertmesh

@@ -55,8 +55,11 @@ class ControlPlane {
   void Stop();
   // After Start: blocks until Stop; then health says NOT_SERVING, new calls get UNAVAILABLE
   // (DRAINING), and those admitted end, or are cut off after drain_timeout; the listener takes new
-  // connections for drain_delay.
+  // connections for drain_delay. Answers that are not read and ranks that do not leave get what is
+  // left of drain_timeout, and a second or two on top.
   void WaitForStopAndDrain();
+  // Calls whose clients have not been answered in full, streams among them. Any thread.
+  int64_t num_open_calls() const;
 
  private:
   struct Impl;

@@ -91,8 +91,11 @@ ABSL_FLAG(absl::Duration, keepalive_time, absl::Minutes(1),
           "A connection that is silent for that long is asked for a sign of life.");
 ABSL_FLAG(absl::Duration, keepalive_timeout, absl::Seconds(20),
           "A connection that gives none for that long is closed.");
-ABSL_FLAG(absl::Duration, drain_timeout, absl::Seconds(30),
-          "After SIGTERM: time for admitted calls to end.");
+ABSL_FLAG(
+    absl::Duration, drain_timeout, absl::Seconds(30),
+    "After SIGTERM: time for admitted calls to end. With answers sent and ranks gone the stop "
+    "takes at most 2s more. Another signal ends at once, but is ignored for the first "
+    "second.");
 ABSL_FLAG(
     absl::Duration, drain_delay, absl::ZeroDuration(),
     "After SIGTERM: time for which new connections are still taken, to be told that health is "
@@ -304,11 +307,14 @@ int Run(const std::vector<std::string>& args) {
   ControlPlane control_plane(*std::move(options));
   const StopSignals signals(
       [&control_plane](int signal_number) {
-        LogInfo("stop asked for", {{"signal", signal_number}});
+        LogInfo("stop asked for; another signal ends it at once, ignored for the first second",
+                {{"signal", signal_number}});
         control_plane.Stop();
       },
-      [](int signal_number) {
-        LogWarning("ending at once; calls in flight are lost", {{"signal", signal_number}});
+      [&control_plane](int signal_number) {
+        const int64_t num_lost = control_plane.num_open_calls();
+        LogWarning(num_lost > 0 ? "ending at once; open calls are lost" : "ending at once",
+                   {{"signal", signal_number}, {"open_calls", num_lost}});
       });
   const absl::Status status = control_plane.Start();
   if (!status.ok()) {
@@ -326,7 +332,8 @@ int main(int argc, char** argv) {
   expertmesh::StopSignals::Block();
   expertmesh::TuneProcessForGrpc();
   try {
-    return expertmesh::Run(std::vector<std::string>(argv + 1, argv + argc));
+    expertmesh::ExitWithoutTeardown(
+        expertmesh::Run(std::vector<std::string>(argv + 1, argv + argc)));
   } catch (const std::exception& error) {
     // The machine gives no more threads or memory while the process starts.
     std::fprintf(stderr, "%s: cannot go on: %s\n", argv[0], error.what());

@@ -183,7 +183,8 @@ int Run(const std::vector<std::string>& args) {
   InitLogging({*level, *format});
   ExpertServer server(*std::move(options));
   const StopSignals signals([&server](int signal_number) {
-    LogInfo("stop asked for", {{"signal", signal_number}});
+    LogInfo("stop asked for; another signal ends it at once, ignored for the first second",
+            {{"signal", signal_number}});
     server.Stop();
   });
   if (const absl::Status status = server.Load(); !status.ok()) {
@@ -205,7 +206,8 @@ int main(int argc, char** argv) {
   expertmesh::StopSignals::Block();
   expertmesh::TuneProcessForGrpc();
   try {
-    return expertmesh::Run(std::vector<std::string>(argv + 1, argv + argc));
+    expertmesh::ExitWithoutTeardown(
+        expertmesh::Run(std::vector<std::string>(argv + 1, argv + argc)));
   } catch (const std::exception& error) {
     // The machine gives no more threads or memory while the process starts.
     std::fprintf(stderr, "%s: cannot go on: %s\n", argv[0], error.what());

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -44,17 +45,19 @@ struct StopSignals::Impl {
 
   void Watch() {
     const sigset_t set = StopSet();
-    bool seen = false;
+    std::optional<std::chrono::steady_clock::time_point> first_time;
     for (;;) {
       int signal_number = 0;
       if (sigwait(&set, &signal_number) != 0) continue;
       if (ending) return;
       if (signal_number == SIGUSR2) continue;  // anybody may send one
-      if (seen) {
+      const auto now = std::chrono::steady_clock::now();
+      if (first_time.has_value()) {
+        if (now - *first_time < kRepeatTime) continue;
         if (on_second) on_second(signal_number);
         EndBySignal(signal_number);
       }
-      seen = true;
+      first_time = now;
       absl::StatusOr<std::thread> started =
           StartThread([this, signal_number] { on_first(signal_number); });
       if (started.ok()) {

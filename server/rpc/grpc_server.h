@@ -21,6 +21,10 @@ namespace expertmesh {
 // with gRPC's default, and fresh pages cost more than the copy into them. GRPC_EXPERIMENTS in the
 // environment wins. Messages of gRPC itself go to the log.
 void TuneProcessForGrpc();
+// Instead of a return from such a main: gRPC's threads run to the very end, since its last
+// reference is never let go, and must not find the statics of gRPC and of OpenSSL destroyed under
+// them. What is buffered for standard output and standard error is written.
+[[noreturn]] void ExitWithoutTeardown(int exit_code);
 
 struct GrpcServerOptions {
   // "host:port", "[v6]:port" or "unix:path". Port 0: the kernel's choice. Never shared with another

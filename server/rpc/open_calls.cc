@@ -21,4 +21,9 @@ int64_t OpenCalls::AwaitNone(absl::Time deadline) {
   return num_open_;
 }
 
+int64_t OpenCalls::num_open() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_open_;
+}
+
 }  // namespace expertmesh

@@ -19,9 +19,10 @@ class OpenCalls {
   void End();
   // Blocks until no call is open, or `deadline`. How many are open still.
   int64_t AwaitNone(absl::Time deadline);
+  int64_t num_open() const;
 
  private:
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable none_;
   int64_t num_open_ = 0;
 };

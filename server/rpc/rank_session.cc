@@ -138,6 +138,8 @@ void RankSession::Finish() {
   RemoveHold();
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [this] { return done_; });
+  // Here: the last reference may go on gRPC's thread once the allocator is gone.
+  commands_.clear();
 }
 
 void RankSession::OnDone(const grpc::Status& status) {

@@ -5,6 +5,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 
 #include <memory>
 #include <random>
@@ -222,6 +223,30 @@ TEST(RankClusterTest, ARankLeavesAndReadinessFollowsTheEpoch) {
   ASSERT_TRUE(cluster->WaitForEpoch(2));
   EXPECT_TRUE(cluster->control().Forward(RandomRequest(*model, 1)).ok());
   EXPECT_EQ(cluster->control().Health(""), "SERVING");
+}
+
+TEST(RankClusterTest, RanksThatHangPutOffNoStop) {
+  const auto cluster = RankCluster::Start(
+      {.checkpoint = kRankCheckpoint,
+       .ep_size = 2,
+       .control_args = {"--drain_timeout=10ms", "--heartbeat_timeout=2m", "--step_timeout=2m"}});
+  ASSERT_NE(cluster, nullptr);
+  const auto model = cluster->control().GetModel("");
+  ASSERT_TRUE(model.ok());
+  for (int32_t rank = 0; rank < 2; ++rank) ASSERT_TRUE(cluster->rank(rank).Signal(SIGSTOP).ok());
+  PendingForward call = cluster->control().StartForward(RandomRequest(*model, 1));
+  const absl::Time deadline = absl::Now() + kPlenty;
+  while (cluster->control().Metric("expertmesh_calls_in_flight{method=\"Forward\"}") < 1) {
+    ASSERT_LT(absl::Now(), deadline);
+  }
+  const absl::Time start = absl::Now();
+  ASSERT_TRUE(cluster->control().process().Terminate().ok());
+  const auto exit_code = cluster->control().process().Wait(kPlenty);
+  ASSERT_TRUE(exit_code.ok()) << exit_code.status();
+  EXPECT_EQ(*exit_code, 0);
+  // 1.2 s, nearly all of it waiting.
+  EXPECT_LT(absl::Now() - start, absl::Milliseconds(4500));
+  EXPECT_EQ(call.Wait().reason, "DRAINING");
 }
 
 }  // namespace
