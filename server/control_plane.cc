@@ -111,6 +111,7 @@ struct ControlPlane::Impl {
   std::unique_ptr<grpc::Service> service;
   std::unique_ptr<grpc::Service> admin;
   std::string address;
+  std::shared_ptr<TlsWatch> tls;
   // Between Start and a Stop that comes while it is loading.
   std::mutex start_mutex;
   bool is_serving = false;
@@ -154,6 +155,7 @@ absl::Status ControlPlane::Impl::ListenToRanks() {
   rank_service = NewRankService(std::move(service_options));
   GrpcServerOptions server_options = options.server;
   server_options.listen = options.rank_listen;
+  server_options.tls = tls;
   server_options.max_message_bytes = std::numeric_limits<int32_t>::max();
   absl::StatusOr<std::unique_ptr<GrpcServer>> started =
       GrpcServer::Start(server_options, {{kRankServiceName, rank_service.get()}});
@@ -246,8 +248,13 @@ absl::Status ControlPlane::Impl::Listen() {
                              .drain = [this](absl::Duration timeout) { return Drain(timeout); }});
     services.push_back({kAdminServiceName, admin.get()});
   }
+  absl::StatusOr<std::shared_ptr<TlsWatch>> watch = TlsWatch::Start(options.tls, CheckServerTls);
+  if (!watch.ok()) return watch.status();
+  tls = *std::move(watch);
+  GrpcServerOptions server_options = options.server;
+  server_options.tls = tls;
   absl::StatusOr<std::unique_ptr<GrpcServer>> started =
-      GrpcServer::Start(options.server, std::move(services));
+      GrpcServer::Start(server_options, std::move(services));
   if (!started.ok()) return Named("listen", started.status());
   const std::lock_guard<std::mutex> lock(start_mutex);
   server = *std::move(started);
@@ -284,7 +291,7 @@ void ControlPlane::Impl::Serve() {
   server->SetServing(is_ready);
   if (remote_group != nullptr) {
     LogInfo(absl::StrCat("calls on ", address, " wait until all ranks are there"),
-            {{"ranks", group->ep_size()}, {"tls", !options.server.tls.empty()}});
+            {{"ranks", group->ep_size()}, {"tls", !options.tls.empty()}});
     return;
   }
   LogInfo(absl::StrCat("serving ", NamesOf(models), " on ", address),
@@ -292,7 +299,7 @@ void ControlPlane::Impl::Serve() {
            {"threads_per_rank", local_group->threads_per_rank()},
            {"device", local_group->device_name()},
            {"isa", group->instruction_set()},
-           {"tls", !options.server.tls.empty()}});
+           {"tls", !options.tls.empty()}});
 }
 
 void ControlPlane::Impl::StopServing() {

@@ -14,6 +14,7 @@
 #include "server/control/step_controller.h"
 #include "server/rpc/forward_stream_set.h"
 #include "server/rpc/grpc_server.h"
+#include "server/rpc/tls_files.h"
 
 namespace expertmesh {
 
@@ -37,7 +38,8 @@ struct ControlPlaneOptions {
   std::vector<std::string> rank_tls_names;
   RemoteExpertGroupOptions ranks;
   StepControllerOptions controller;
-  GrpcServerOptions server;
+  TlsFiles tls;              // of both listeners
+  GrpcServerOptions server;  // but for what `tls` says
 };
 
 // The control plane, with its ranks inside or dialled by them: what the process does after its

@@ -258,9 +258,9 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
   options.allow_admin = absl::GetFlag(FLAGS_allow_admin);
   options.progress_on_terminal =
       isatty(STDERR_FILENO) != 0 && absl::GetFlag(FLAGS_log_format) == "text";
-  options.server.tls = {absl::GetFlag(FLAGS_tls_cert), absl::GetFlag(FLAGS_tls_key),
+  options.tls = {absl::GetFlag(FLAGS_tls_cert), absl::GetFlag(FLAGS_tls_key),
                         absl::GetFlag(FLAGS_tls_ca)};
-  const absl::StatusOr<TlsTexts> tls = ReadTlsFlags(options.server.tls);
+  const absl::StatusOr<TlsTexts> tls = ReadTlsFiles(options.tls);
   if (!tls.ok()) return tls.status();
   if (absl::Status status = CheckServerTls(*tls); !status.ok()) return status;
   return options;

@@ -21,6 +21,8 @@
 #include "server/rank/rank_engine.h"
 #include "server/rpc/expert_rank.h"
 #include "server/rpc/rank_announcer.h"
+#include "server/rpc/tls_credentials.h"
+#include "server/rpc/tls_watch.h"
 
 namespace expertmesh {
 namespace {
@@ -32,8 +34,7 @@ constexpr int64_t kSpinMicros = 50;
 }  // namespace
 
 struct ExpertServer::Impl {
-  explicit Impl(ExpertServerOptions o)
-      : options(std::move(o)), link{options.control_plane, NewChannelCredentials(options.tls)} {}
+  explicit Impl(ExpertServerOptions o) : options(std::move(o)) {}
 
   absl::Status MakeEngine();
   // What moves rows among GPUs.
@@ -45,7 +46,8 @@ struct ExpertServer::Impl {
   absl::StatusOr<int64_t> Plan(const std::vector<ServedModel>& models);
 
   const ExpertServerOptions options;
-  const RankLink link;
+  std::shared_ptr<TlsWatch> tls;
+  RankLink link;
   std::map<std::string, std::map<int32_t, Placement>> placements;
   ExpertRankOptions rank_options;
   int64_t taken = 0;  // of the memory, by what Plan says
@@ -193,6 +195,10 @@ absl::Status ExpertServer::Load() {
   absl::StatusOr<std::vector<ServedModel>> models =
       OpenCheckpoints(options.models, options.architecture);
   if (!models.ok()) return models.status();
+  absl::StatusOr<std::shared_ptr<TlsWatch>> watch = TlsWatch::Start(options.tls, CheckChannelTls);
+  if (!watch.ok()) return watch.status();
+  impl_->tls = *std::move(watch);
+  impl_->link = {options.control_plane, NewChannelCredentials(impl_->tls.get())};
   absl::Status status = impl_->MakeEngine();
   if (status.ok()) status = impl_->LoadExperts(*models);
   if (!status.ok()) return status;

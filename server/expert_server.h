@@ -12,7 +12,7 @@
 #include "absl/time/time.h"
 #include "kernels/cpu/cpu_kernels.h"
 #include "kernels/cuda/cuda_device.h"
-#include "server/rpc/tls_credentials.h"
+#include "server/rpc/tls_files.h"
 
 namespace expertmesh {
 

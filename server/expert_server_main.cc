@@ -120,7 +120,7 @@ absl::StatusOr<ExpertServerOptions> ReadFlags() {
       isatty(STDERR_FILENO) != 0 && absl::GetFlag(FLAGS_log_format) == "text";
   options.tls = {absl::GetFlag(FLAGS_tls_cert), absl::GetFlag(FLAGS_tls_key),
                  absl::GetFlag(FLAGS_tls_ca)};
-  const absl::StatusOr<TlsTexts> tls = ReadTlsFlags(options.tls);
+  const absl::StatusOr<TlsTexts> tls = ReadTlsFiles(options.tls);
   if (!tls.ok()) return tls.status();
   if (absl::Status status = CheckChannelTls(*tls); !status.ok()) return status;
   return options;

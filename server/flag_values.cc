@@ -1,8 +1,5 @@
 #include "server/flag_values.h"
 
-#include <fstream>
-#include <sstream>
-
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -11,40 +8,6 @@
 #include "server/ops/listen_address.h"
 
 namespace expertmesh {
-
-namespace {
-
-// An empty file is none: its flag would silently not count.
-absl::StatusOr<std::string> ReadFlagFile(const char* flag, const std::string& path) {
-  if (path.empty()) return std::string();
-  std::ifstream file(path, std::ios::binary);
-  std::stringstream text;
-  text << file.rdbuf();
-  if (!file) return absl::NotFoundError(absl::StrCat("--", flag, ": cannot read ", path));
-  if (text.str().empty()) {
-    return absl::InvalidArgumentError(absl::StrCat("--", flag, ": nothing in ", path));
-  }
-  return text.str();
-}
-
-}  // namespace
-
-absl::StatusOr<TlsTexts> ReadTlsFlags(const TlsFiles& files) {
-  TlsTexts texts;
-  struct Flag {
-    const char* name;
-    const std::string& path;
-    std::string* text;
-  };
-  for (const Flag& flag :
-       {Flag{"tls_cert", files.certificate, &texts.certificate},
-        Flag{"tls_key", files.key, &texts.key}, Flag{"tls_ca", files.ca, &texts.ca}}) {
-    absl::StatusOr<std::string> text = ReadFlagFile(flag.name, flag.path);
-    if (!text.ok()) return text.status();
-    *flag.text = *std::move(text);
-  }
-  return texts;
-}
 
 absl::StatusOr<std::optional<CpuIsa>> ParseIsaFlag(const std::string& name) {
   if (name == "auto") return std::nullopt;

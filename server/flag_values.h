@@ -13,16 +13,12 @@
 #include "absl/time/time.h"
 #include "kernels/cpu/cpu_kernels.h"
 #include "kernels/cuda/cuda_device.h"
-#include "server/rpc/tls_credentials.h"
-#include "server/rpc/tls_files.h"
 
 // What the values of flags that several programs have mean. Errors are INVALID_ARGUMENT (NOT_FOUND
 // for a file) and name the flag.
 
 namespace expertmesh {
 
-// The three of --tls_cert, --tls_key and --tls_ca, empty where the flag is.
-absl::StatusOr<TlsTexts> ReadTlsFlags(const TlsFiles& files);
 // nullopt for "auto".
 absl::StatusOr<std::optional<CpuIsa>> ParseIsaFlag(const std::string& name);
 // The GPU of "cuda:N", open: FAILED_PRECONDITION "--device=cuda:0: <why>" when it is not to be had.

@@ -32,6 +32,7 @@
 #include "kernels/base/steady_now.h"
 #include "server/ops/logging.h"
 #include "server/rpc/grpc_deadline.h"
+#include "server/rpc/tls_credentials.h"
 
 // There in builds with AddressSanitizer, which looks for leaks where an exit would destroy statics.
 extern "C" void __lsan_do_leak_check() __attribute__((weak));
@@ -132,6 +133,7 @@ void ExitWithoutTeardown(int exit_code) {
 
 struct GrpcServer::Impl {
   std::vector<NamedService> services;
+  std::shared_ptr<TlsWatch> tls;
   std::unique_ptr<grpc::Server> server;
   int port = 0;
   std::mutex shutdown_mutex;
@@ -154,8 +156,9 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const GrpcServerOp
     grpc::EnableDefaultHealthCheckService(true);
   });
   auto impl = std::make_unique<Impl>();
+  impl->tls = options.tls;
   grpc::ServerBuilder builder;
-  builder.AddListeningPort(options.listen, NewServerCredentials(options.tls), &impl->port);
+  builder.AddListeningPort(options.listen, NewServerCredentials(options.tls.get()), &impl->port);
   for (const NamedService& service : services) builder.RegisterService(service.service);
   builder.SetMaxReceiveMessageSize(static_cast<int>(
       std::min<int64_t>(options.max_message_bytes, std::numeric_limits<int>::max())));

@@ -8,7 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "server/rpc/tls_credentials.h"
+#include "server/rpc/tls_watch.h"
 
 namespace grpc {
 class Service;
@@ -39,7 +39,7 @@ struct GrpcServerOptions {
   // server every 10 seconds; one that asks more often loses its connection.
   absl::Duration keepalive_time = absl::Minutes(1);
   absl::Duration keepalive_timeout = absl::Seconds(20);
-  TlsFiles tls;
+  std::shared_ptr<TlsWatch> tls;  // null: no TLS
 };
 
 // One listener with its services, gRPC's health service (NOT_SERVING until SetServing) and

@@ -4,6 +4,7 @@
 #include "grpcpp/security/server_credentials.h"
 #include "grpcpp/security/tls_certificate_provider.h"
 #include "grpcpp/security/tls_credentials_options.h"
+#include "server/rpc/tls_watch.h"
 
 namespace expertmesh {
 namespace {
@@ -12,30 +13,30 @@ using grpc::experimental::FileWatcherCertificateProvider;
 
 constexpr unsigned int kSecondsBetweenLooks = 1;
 
-std::shared_ptr<FileWatcherCertificateProvider> Watch(const TlsFiles& files) {
-  return std::make_shared<FileWatcherCertificateProvider>(files.key, files.certificate, files.ca,
-                                                          kSecondsBetweenLooks);
+std::shared_ptr<FileWatcherCertificateProvider> Provider(const TlsWatch& watch) {
+  return std::make_shared<FileWatcherCertificateProvider>(
+      watch.identity_path(), watch.identity_path(), watch.ca_path(), kSecondsBetweenLooks);
 }
 
 }  // namespace
 
-std::shared_ptr<grpc::ServerCredentials> NewServerCredentials(const TlsFiles& files) {
-  if (files.empty()) return grpc::InsecureServerCredentials();
-  grpc::experimental::TlsServerCredentialsOptions options(Watch(files));
+std::shared_ptr<grpc::ServerCredentials> NewServerCredentials(const TlsWatch* watch) {
+  if (watch == nullptr) return grpc::InsecureServerCredentials();
+  grpc::experimental::TlsServerCredentialsOptions options(Provider(*watch));
   options.watch_identity_key_cert_pairs();
-  if (!files.ca.empty()) {
+  if (!watch->ca_path().empty()) {
     options.watch_root_certs();
     options.set_cert_request_type(GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
   }
   return grpc::experimental::TlsServerCredentials(options);
 }
 
-std::shared_ptr<grpc::ChannelCredentials> NewChannelCredentials(const TlsFiles& files) {
-  if (files.empty()) return grpc::InsecureChannelCredentials();
+std::shared_ptr<grpc::ChannelCredentials> NewChannelCredentials(const TlsWatch* watch) {
+  if (watch == nullptr) return grpc::InsecureChannelCredentials();
   grpc::experimental::TlsChannelCredentialsOptions options;
-  options.set_certificate_provider(Watch(files));
+  options.set_certificate_provider(Provider(*watch));
   options.watch_root_certs();
-  if (!files.certificate.empty()) options.watch_identity_key_cert_pairs();
+  if (!watch->identity_path().empty()) options.watch_identity_key_cert_pairs();
   return grpc::experimental::TlsCredentials(options);
 }
 

@@ -5,8 +5,13 @@
 #include <openssl/pem.h>
 #include <openssl/x509.h>
 
+#include <ctime>
+#include <fstream>
 #include <memory>
+#include <sstream>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 
@@ -29,6 +34,17 @@ Certificate FirstCertificate(const std::string& text) {
   return Certificate(PEM_read_bio_X509(bio.get(), nullptr, NoPassword, nullptr), X509_free);
 }
 
+// Empty when any of the text's certificates is broken or cut off.
+std::vector<Certificate> Chain(const std::string& text) {
+  std::vector<Certificate> chain;
+  const Bio bio = Reader(text);
+  while (X509* next = PEM_read_bio_X509(bio.get(), nullptr, NoPassword, nullptr)) {
+    chain.emplace_back(next, X509_free);
+  }
+  if (ERR_GET_REASON(ERR_peek_last_error()) != PEM_R_NO_START_LINE) chain.clear();
+  return chain;
+}
+
 Key PrivateKey(const std::string& text) {
   const Bio bio = Reader(text);
   return Key(PEM_read_bio_PrivateKey(bio.get(), nullptr, NoPassword, nullptr), EVP_PKEY_free);
@@ -39,27 +55,71 @@ absl::Status CheckCa(const TlsTexts& texts) {
   return absl::InvalidArgumentError("--tls_ca: the file has no certificate in PEM form");
 }
 
-absl::Status CheckPair(const TlsTexts& texts) {
+absl::StatusOr<std::string> ReadFlagFile(const char* flag, const std::string& path) {
+  if (path.empty()) return std::string();
+  std::ifstream file(path, std::ios::binary);
+  std::stringstream text;
+  text << file.rdbuf();
+  if (!file) return absl::NotFoundError(absl::StrCat("--", flag, ": cannot read ", path));
+  if (text.str().empty()) {
+    return absl::InvalidArgumentError(absl::StrCat("--", flag, ": nothing in ", path));
+  }
+  return text.str();
+}
+
+struct Pair {
+  std::vector<Certificate> chain;
+  Key key{nullptr, EVP_PKEY_free};
+};
+
+absl::StatusOr<Pair> ReadPair(const TlsTexts& texts) {
   if (texts.key.empty()) return absl::InvalidArgumentError("--tls_cert needs --tls_key");
   if (texts.certificate.empty()) {
     return absl::InvalidArgumentError("--tls_key needs --tls_cert");
   }
-  const Certificate certificate = FirstCertificate(texts.certificate);
-  if (certificate == nullptr) {
-    return absl::InvalidArgumentError("--tls_cert: the file has no certificate in PEM form");
+  Pair pair;
+  pair.chain = Chain(texts.certificate);
+  if (pair.chain.empty()) {
+    return absl::InvalidArgumentError(
+        "--tls_cert: the file has no certificate in PEM form, or a broken one");
   }
-  const Key key = PrivateKey(texts.key);
-  if (key == nullptr) {
+  pair.key = PrivateKey(texts.key);
+  if (pair.key == nullptr) {
     return absl::InvalidArgumentError(
         "--tls_key: the file has no private key in PEM form without a password");
   }
-  if (X509_check_private_key(certificate.get(), key.get()) != 1) {
+  if (X509_check_private_key(pair.chain.front().get(), pair.key.get()) != 1) {
     return absl::InvalidArgumentError("--tls_key is not the key of the certificate in --tls_cert");
   }
-  return absl::OkStatus();
+  return pair;
+}
+
+absl::Status CheckPair(const TlsTexts& texts) { return ReadPair(texts).status(); }
+
+absl::Time NotAfter(const X509& certificate) {
+  std::tm time = {};
+  if (ASN1_TIME_to_tm(X509_get0_notAfter(&certificate), &time) != 1) return absl::InfiniteFuture();
+  return absl::FromTM(time, absl::UTCTimeZone());
 }
 
 }  // namespace
+
+absl::StatusOr<TlsTexts> ReadTlsFiles(const TlsFiles& files) {
+  TlsTexts texts;
+  struct Flag {
+    const char* name;
+    const std::string& path;
+    std::string* text;
+  };
+  for (const Flag& flag :
+       {Flag{"tls_cert", files.certificate, &texts.certificate},
+        Flag{"tls_key", files.key, &texts.key}, Flag{"tls_ca", files.ca, &texts.ca}}) {
+    absl::StatusOr<std::string> text = ReadFlagFile(flag.name, flag.path);
+    if (!text.ok()) return text.status();
+    *flag.text = *std::move(text);
+  }
+  return texts;
+}
 
 absl::Status CheckServerTls(const TlsTexts& texts) {
   if (texts.certificate.empty() && texts.key.empty()) {
@@ -81,6 +141,25 @@ absl::Status CheckChannelTls(const TlsTexts& texts) {
   }
   ERR_clear_error();
   return status;
+}
+
+absl::StatusOr<TlsIdentity> ReadTlsIdentity(const TlsTexts& texts) {
+  absl::StatusOr<Pair> pair = ReadPair(texts);
+  ERR_clear_error();
+  if (!pair.ok()) return pair.status();
+  const Bio bio(BIO_new(BIO_s_mem()), BIO_free);
+  bool written = PEM_write_bio_PrivateKey(bio.get(), pair->key.get(), nullptr, nullptr, 0, nullptr,
+                                          nullptr) == 1;
+  for (const Certificate& certificate : pair->chain) {
+    written = written && PEM_write_bio_X509(bio.get(), certificate.get()) == 1;
+  }
+  if (!written) {
+    ERR_clear_error();
+    return absl::InvalidArgumentError("--tls_key: a key that cannot be written in PEM form");
+  }
+  char* data = nullptr;
+  const long size = BIO_get_mem_data(bio.get(), &data);
+  return TlsIdentity{std::string(data, static_cast<size_t>(size)), NotAfter(*pair->chain.front())};
 }
 
 }  // namespace expertmesh
