@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <optional>
 #include <random>
+#include <string>
 #include <thread>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "grpcpp/generic/generic_stub.h"
 #include "kernels/base/steady_now.h"
@@ -24,7 +26,7 @@ namespace expertmesh {
 namespace {
 
 constexpr absl::Duration kMinBackoff = absl::Milliseconds(50);
-constexpr absl::Duration kMaxBackoff = absl::Seconds(1);
+constexpr absl::Duration kMaxBackoff = absl::Milliseconds(500);
 constexpr absl::Duration kJoinCallTimeout = absl::Seconds(5);
 
 // Whether another try may have another answer. Of a rank that was a member only the control plane's
@@ -47,6 +49,21 @@ bool MayRetry(const absl::Status& status, bool was_member) {
     default:
       return true;
   }
+}
+
+// What gRPC says of an attempt that was given up, whatever kept it from getting on.
+bool IsVague(const absl::Status& status) {
+  if (absl::IsDeadlineExceeded(status) || absl::IsCancelled(status)) return true;
+  for (const char* words : {"shutdown", "timed out", "Socket closed", "Connection reset"}) {
+    if (absl::StrContains(status.message(), words)) return true;
+  }
+  return false;
+}
+
+// Both where the last one alone would not tell the cause.
+std::string Reasons(const absl::Status& telling, const absl::Status& last) {
+  if (telling.ok() || telling.message() == last.message()) return std::string(last.message());
+  return absl::StrCat(telling.message(), "; last: ", last.message());
 }
 
 }  // namespace
@@ -131,6 +148,7 @@ absl::Status ExpertRank::Run() {
   absl::Time failing_since = absl::InfinitePast();
   absl::Duration backoff = kMinBackoff;
   absl::StatusCode last_code = absl::StatusCode::kOk;
+  absl::Status telling;  // the last error of this failing that says why
   while (impl.Wait(absl::ZeroDuration())) {
     const absl::StatusOr<v1::JoinResponse> membership = impl.Join();
     if (membership.ok()) {
@@ -138,6 +156,7 @@ absl::Status ExpertRank::Run() {
       failing_since = absl::InfinitePast();
       backoff = kMinBackoff;
       last_code = absl::StatusCode::kOk;
+      telling = absl::OkStatus();
       LogInfo("joined the group", {{"control_plane", address},
                                    {"ep_rank", impl.options.engine->ep_rank()},
                                    {"member", membership->member_id()}});
@@ -155,6 +174,7 @@ absl::Status ExpertRank::Run() {
       return absl::Status(error.code(), absl::StrCat("the control plane at ", address,
                                                      " refused this rank: ", error.message()));
     }
+    if (!IsVague(error)) telling = error;
     const absl::Time now = SteadyNow();
     if (failing_since == absl::InfinitePast() || error.code() != last_code) {
       LogWarning("cannot join yet",
@@ -165,12 +185,13 @@ absl::Status ExpertRank::Run() {
     last_code = error.code();
     const bool is_bounded = !was_member || absl::IsAlreadyExists(error);
     if (is_bounded && now + backoff - failing_since > impl.options.join_timeout) {
-      return absl::Status(
-          error.code(),
-          absl::StrCat("could not join at ", address, " in ",
-                       absl::FormatDuration(impl.options.join_timeout), ": ", error.message()));
+      return absl::Status(error.code(),
+                          absl::StrCat("could not join at ", address, " in ",
+                                       absl::FormatDuration(impl.options.join_timeout), ": ",
+                                       Reasons(telling, error)));
     }
-    if (!impl.Wait(backoff)) break;
+    WaitWhileConnecting(impl.channel.get(), backoff,
+                        [&impl] { return !impl.Wait(absl::ZeroDuration()); });
     backoff = std::min(2 * backoff, kMaxBackoff);
   }
   return absl::OkStatus();

@@ -44,8 +44,9 @@ RankAnnouncer::~RankAnnouncer() {
 }
 
 void RankAnnouncer::Run() {
-  const std::unique_ptr<v1::RankService::Stub> stub =
-      v1::RankService::NewStub(NewRankChannel(options_.link, /*own_connection=*/true));
+  const std::shared_ptr<grpc::Channel> channel =
+      NewRankChannel(options_.link, /*own_connection=*/true);
+  const std::unique_ptr<v1::RankService::Stub> stub = v1::RankService::NewStub(channel);
   v1::HeartbeatRequest request;
   request.set_ep_rank(options_.ep_rank);
   request.set_ep_size(options_.ep_size);
@@ -75,7 +76,16 @@ void RankAnnouncer::Run() {
     }
     lock.lock();
     call_ = nullptr;
-    changed_.wait_for(lock, absl::ToChronoNanoseconds(interval), [this] { return stopped_; });
+    if (status.ok()) {
+      changed_.wait_for(lock, absl::ToChronoNanoseconds(interval), [this] { return stopped_; });
+      continue;
+    }
+    lock.unlock();
+    WaitWhileConnecting(channel.get(), interval, [this] {
+      const std::lock_guard<std::mutex> own_lock(mutex_);
+      return stopped_;
+    });
+    lock.lock();
   }
 }
 

@@ -1,7 +1,12 @@
 #include "server/rpc/rank_channel.h"
 
+#include <algorithm>
+
+#include "grpcpp/channel.h"
 #include "grpcpp/create_channel.h"
 #include "grpcpp/security/credentials.h"
+#include "kernels/base/steady_now.h"
+#include "server/rpc/grpc_deadline.h"
 
 namespace expertmesh {
 namespace {
@@ -9,6 +14,8 @@ namespace {
 constexpr int kReadChunkBytes = 1 << 20;
 constexpr int kMinReadChunkBytes = 64 << 10;
 constexpr int kConnectTimeoutMillis = 2000;
+
+constexpr absl::Duration kBetweenStopChecks = absl::Milliseconds(50);
 
 }  // namespace
 
@@ -26,6 +33,16 @@ std::shared_ptr<grpc::Channel> NewRankChannel(const RankLink& link, bool own_con
   // Else all channels to one address share a connection.
   if (own_connection) args.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   return grpc::CreateCustomChannel(link.control_plane, link.credentials, args);
+}
+
+void WaitWhileConnecting(grpc::Channel* channel, absl::Duration duration,
+                         const std::function<bool()>& stopped) {
+  const absl::Time end = SteadyNow() + duration;
+  for (absl::Time now = SteadyNow(); now < end && !stopped(); now = SteadyNow()) {
+    // Not asked to connect: who is let in and then thrown out would be so over and over.
+    const grpc_connectivity_state state = channel->GetState(/*try_to_connect=*/false);
+    channel->WaitForStateChange(state, ToGrpcDeadline(std::min(end - now, kBetweenStopChecks)));
+  }
 }
 
 }  // namespace expertmesh

@@ -4,10 +4,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "tests/integration/certificates.h"
@@ -17,12 +20,30 @@
 namespace expertmesh {
 namespace {
 
-using ::testing::AnyOf;
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 
 constexpr char kCheckpoint[] = "tests/golden/qwen3_moe_bfloat16";
 constexpr absl::Duration kPlenty = absl::Seconds(60);
 constexpr char kServerNames[] = "DNS:localhost,IP:127.0.0.1";
+
+std::string TextOf(const std::string& path) {
+  std::ifstream file(path);
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+void Write(const std::string& path, const std::string& text) {
+  std::ofstream file(path, std::ios::trunc);
+  file << text;
+}
+
+int Count(const std::string& text, const std::string& what) {
+  int count = 0;
+  for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) ++count;
+  return count;
+}
 
 class TlsTest : public testing::Test {
  protected:
@@ -120,6 +141,11 @@ TEST_F(TlsTest, WhoIsNotOfTheAuthorityOrNotOnTheListStaysOutside) {
     EXPECT_EQ(refused.exit_code, 1);
     EXPECT_THAT(refused.err, HasSubstr("could not join at 127.0.0.1:"));
     EXPECT_THAT(refused.err, HasSubstr(" in 1s: "));
+    // Who does not trust the control plane reads that at the end too.
+    if (flags == Flags("theirs", "rank")) {
+      EXPECT_THAT(refused.err,
+                  ContainsRegex("could not join .* in 1s: .*certificate verify failed"));
+    }
   }
   const FinishedProcess again = Call(Flags("ours", "client"));
   EXPECT_EQ(again.exit_code, 0) << again.err;
@@ -154,6 +180,72 @@ TEST_F(TlsTest, FilesThatChangeAreUsedWithoutARestart) {
   EXPECT_EQ(cluster_->rank(1).pid(), ranks[1]);
   called = Call(Flags("second", "client"));
   EXPECT_EQ(called.exit_code, 0) << called.err;
+}
+
+TEST_F(TlsTest, AnExpertServerMayBeThereBeforeItsControlPlane) {
+  MakeGeneration("live");
+  ASSERT_TRUE(StartCluster("live"));
+  ASSERT_TRUE(cluster_->KillControl());
+  ASSERT_TRUE(cluster_->StartRank(0));
+  const auto line = cluster_->rank(0).WaitForLine("cannot join yet.*Connection refused", kPlenty);
+  ASSERT_TRUE(line.ok()) << line.status();
+  ASSERT_TRUE(cluster_->StartControlAgain());
+  ASSERT_TRUE(cluster_->WaitForEpoch(1));
+  EXPECT_EQ(Call(Flags("live", "client")).exit_code, 0);
+}
+
+// Renewals that go wrong, one file at a time: cert and key, of a control plane and of a rank.
+TEST_F(TlsTest, ARenewalThatCannotServeLeavesWhatIsInUse) {
+  MakeGeneration("live");
+  files_.Make("live", "renewed", "renewed", kServerNames);
+  ASSERT_TRUE(StartCluster("live"));
+  ServerProcess* const processes[] = {&cluster_->control().process(), &cluster_->rank(0)};
+  const char* const names[] = {"server", "rank"};
+  for (const int who : {0, 1}) {
+    for (const char* kind : {"crt", "key"}) {
+      const char* const flag = std::string(kind) == "crt" ? "tls_cert" : "tls_key";
+      const std::string path = files_.Path(absl::StrCat("live/", names[who], ".", kind));
+      SCOPED_TRACE(path);
+      const std::string good = TextOf(path);
+      Write(path, "");
+      const std::string says =
+          absl::StrCat("E TLS files cannot be used.*--", flag, ": nothing in .*", names[who]);
+      auto line = processes[who]->WaitForLine(says, kPlenty);
+      ASSERT_TRUE(line.ok()) << line.status();
+      Write(path, "junk\n");
+      line = processes[who]->WaitForLine(
+          absl::StrCat("E TLS files cannot be used.*--", flag, ": the file has no"), kPlenty);
+      ASSERT_TRUE(line.ok()) << line.status();
+      EXPECT_EQ(Call(Flags("live", "client")).exit_code, 0);
+      Write(path, good);
+      const absl::Time deadline = absl::Now() + kPlenty;
+      const std::string again = "I TLS files are again those that are in use not_after=2";
+      while (Count(processes[who]->Stderr(), again) < (std::string(kind) == "crt" ? 1 : 2)) {
+        ASSERT_TRUE(processes[who]->Signal(0).ok());
+        ASSERT_LT(absl::Now(), deadline);
+        absl::SleepFor(absl::Milliseconds(50));
+      }
+      EXPECT_EQ(Count(processes[who]->Stderr(), absl::StrCat("--", flag, ": nothing in")), 1);
+    }
+  }
+
+  // The certificate is there before its key.
+  Write(files_.Path("live/server.crt"), TextOf(files_.Path("live/renewed.crt")));
+  auto line = processes[0]->WaitForLine(
+      "E TLS files cannot be used.*--tls_key is not the key of the certificate", kPlenty);
+  ASSERT_TRUE(line.ok()) << line.status();
+  EXPECT_THAT(ShownCertificate("live"), HasSubstr("CN = server live"));
+  EXPECT_EQ(Call(Flags("live", "client")).exit_code, 0);
+  Write(files_.Path("live/server.key"), TextOf(files_.Path("live/renewed.key")));
+  line = processes[0]->WaitForLine("I TLS files have changed.*not_after=2", kPlenty);
+  ASSERT_TRUE(line.ok()) << line.status();
+  const absl::Time deadline = absl::Now() + kPlenty;
+  std::string shown = ShownCertificate("live");
+  while (!absl::StrContains(shown, "CN = renewed") && absl::Now() < deadline) {
+    shown = ShownCertificate("live");
+  }
+  EXPECT_THAT(shown, HasSubstr("CN = renewed"));
+  EXPECT_EQ(Call(Flags("live", "client")).exit_code, 0);
 }
 
 }  // namespace
