@@ -360,6 +360,7 @@ v1::GetStatusResponse ControlPlane::Impl::Status() const {
   if (!loaded) response.set_detail("the experts are being loaded");
   if (loaded && group->epoch() == 0) response.set_detail("not all ranks are there");
   if (draining) response.set_detail("this server is stopping");
+  FillCallStatus(metrics, &response);
   if (loaded) FillControlStatus(controller->Snapshot(), &response);
   FillRankStatus(loaded, &response);
   return response;

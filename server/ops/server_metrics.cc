@@ -91,6 +91,8 @@ ServerMetrics::ServerMetrics(MetricsRegistry* registry) : registry_(registry) {
 void ServerMetrics::CountCall(CallMethod method, absl::StatusCode code, double seconds) const {
   if (registry_ == nullptr) return;
   CallsSeries(registry_, method, code).Increment();
+  auto& totals = code == absl::StatusCode::kOk ? num_ok_ : num_failed_;
+  totals[static_cast<int>(method)].fetch_add(1, std::memory_order_relaxed);
   call_seconds[static_cast<int>(method)].Observe(seconds);
 }
 

@@ -2,6 +2,7 @@
 #define EXPERTMESH_SERVER_OPS_SERVER_METRICS_H_
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <string>
 
@@ -33,6 +34,13 @@ struct ServerMetrics {
 
   // rpc/: one answered call.
   void CountCall(CallMethod method, absl::StatusCode code, double seconds) const;
+  // Of the calls counted: those with OK, and those with any other code.
+  uint64_t num_ok(CallMethod method) const {
+    return num_ok_[static_cast<int>(method)].load(std::memory_order_relaxed);
+  }
+  uint64_t num_failed(CallMethod method) const {
+    return num_failed_[static_cast<int>(method)].load(std::memory_order_relaxed);
+  }
   void ObserveStage(StepStage stage, int64_t micros) const {
     stage_seconds[static_cast<int>(stage)].Observe(static_cast<double>(micros) * 1e-6);
   }
@@ -64,6 +72,8 @@ struct ServerMetrics {
 
  private:
   MetricsRegistry* registry_ = nullptr;
+  mutable std::array<std::atomic<uint64_t>, kNumCallMethods> num_ok_{};
+  mutable std::array<std::atomic<uint64_t>, kNumCallMethods> num_failed_{};
 };
 
 }  // namespace expertmesh

@@ -147,8 +147,13 @@ void FillControlStatus(const ControlSnapshot& snapshot, v1::GetStatusResponse* r
   response->set_num_lanes(snapshot.num_lanes);
   response->set_num_steps(snapshot.steps);
   response->set_num_replays(snapshot.steps_lost);
-  response->set_num_requests_ok(snapshot.calls_completed);
-  response->set_num_requests_failed(snapshot.calls_failed + snapshot.calls_refused);
+}
+
+void FillCallStatus(const ServerMetrics& metrics, v1::GetStatusResponse* response) {
+  response->set_num_requests_ok(metrics.num_ok(CallMethod::kForward) +
+                                metrics.num_ok(CallMethod::kForwardStream));
+  response->set_num_requests_failed(metrics.num_failed(CallMethod::kForward) +
+                                    metrics.num_failed(CallMethod::kForwardStream));
 }
 
 void FillUsage(const GroupUsage& usage, v1::GetStatusResponse* response) {

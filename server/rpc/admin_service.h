@@ -38,6 +38,9 @@ std::unique_ptr<grpc::Service> NewAdminService(AdminServiceOptions options);
 // What control/ knows of a GetStatusResponse.
 void FillControlStatus(const ControlSnapshot& snapshot, v1::GetStatusResponse* response);
 
+// What rpc/ answered, most of whose errors control/ never hears of.
+void FillCallStatus(const ServerMetrics& metrics, v1::GetStatusResponse* response);
+
 // What ranks did in this epoch; after the ranks and the epoch were filled in.
 void FillUsage(const GroupUsage& usage, v1::GetStatusResponse* response);
 

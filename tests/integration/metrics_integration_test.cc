@@ -31,8 +31,9 @@ std::string Stage(const std::string& what, const std::string& stage) {
 class MetricsIntegrationTest : public testing::Test {
  protected:
   void SetUp() override {
-    server_ = ServerUnderTest::Start({.checkpoint = "tests/golden/qwen3_moe_bfloat16",
-                                      .args = {"--local_ranks=2", "--max_step_tokens=50"}});
+    server_ = ServerUnderTest::Start(
+        {.checkpoint = "tests/golden/qwen3_moe_bfloat16",
+         .args = {"--local_ranks=2", "--max_step_tokens=50", "--allow_admin"}});
     ASSERT_NE(server_, nullptr);
   }
   std::unique_ptr<ServerUnderTest> server_;
@@ -87,6 +88,10 @@ TEST_F(MetricsIntegrationTest, CountsCallsTokensBytesAndSteps) {
   EXPECT_EQ(server_->Metric(Calls("Forward", "OK")), 5);
   EXPECT_EQ(server_->Metric(Calls("Forward", "INVALID_ARGUMENT")), num_invalid);
   EXPECT_EQ(server_->Metric(Calls("Forward", "NOT_FOUND")), num_not_found);
+  const auto status = server_->GetStatus();
+  ASSERT_TRUE(status.ok()) << status.status();
+  EXPECT_EQ(status->num_requests_ok(), 5u);
+  EXPECT_EQ(status->num_requests_failed(), all_bad.size());
   EXPECT_EQ(server_->Metric("expertmesh_call_seconds_count{method=\"Forward\"}"),
             5 + static_cast<double>(all_bad.size()));
   EXPECT_EQ(server_->Metric("expertmesh_call_seconds_bucket{method=\"Forward\",le=\"+Inf\"}"),

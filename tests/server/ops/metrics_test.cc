@@ -157,6 +157,9 @@ TEST(ServerMetricsTest, CallsByMethodAndCode) {
   metrics.CountCall(CallMethod::kForward, absl::StatusCode::kInvalidArgument, 0.001);
   metrics.CountCall(CallMethod::kExplain, absl::StatusCode::kOk, 0.001);
   metrics.ObserveStage(StepStage::kCompute, 1500);
+  EXPECT_EQ(metrics.num_ok(CallMethod::kForward), 1u);
+  EXPECT_EQ(metrics.num_failed(CallMethod::kForward), 2u);
+  EXPECT_EQ(metrics.num_failed(CallMethod::kExplain), 0u);
   const std::string text = registry.Serialize();
   EXPECT_THAT(text, HasSubstr("expertmesh_calls_total{code=\"OK\",method=\"Forward\"} 1"));
   EXPECT_THAT(text,
