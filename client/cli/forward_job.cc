@@ -71,6 +71,25 @@ absl::StatusOr<v1::DataType> DTypeFromFlag(const char* flag, const std::string& 
 // What one protobuf message can hold at most; the server's own limit is lower.
 constexpr int64_t kMaxMessageBytes = INT32_MAX;
 
+// Before anything is drawn, which takes long where the server would take none of it.
+absl::Status CheckTokensToDraw(int64_t num_tokens, DType dtype, const v1::GetModelResponse& model) {
+  const v1::Limits& limits = model.limits();
+  if (limits.max_request_tokens() > 0 && num_tokens > limits.max_request_tokens()) {
+    return absl::InvalidArgumentError(absl::StrCat("--tokens is ", num_tokens,
+                                                   "; the server takes at most ",
+                                                   limits.max_request_tokens(), " in one request"));
+  }
+  const auto size_bytes = CheckedSizeProduct({num_tokens, model.hidden_size(), DTypeBytes(dtype)});
+  if (limits.max_request_bytes() > 0 &&
+      (!size_bytes.has_value() || *size_bytes > limits.max_request_bytes())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--tokens is ", num_tokens, "; so many of ", model.hidden_size(),
+                     " values do not fit one request of ", limits.max_request_bytes(),
+                     " bytes, the most that the server takes"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<FileTensor> RandomNormal(DType dtype, int64_t rows, int64_t columns,
                                         std::mt19937_64& random) {
   const auto size_bytes = CheckedSizeProduct({rows, columns, DTypeBytes(dtype)});
@@ -337,6 +356,7 @@ absl::Status FillForwardJob(const v1::GetModelResponse& model, ForwardJob& job) 
           "this client cannot draw rows of the model's own activation dtype; name one with "
           "--dtype");
     }
+    if (absl::Status status = CheckTokensToDraw(tokens, dtype, model); !status.ok()) return status;
     job.random = true;
     absl::StatusOr<FileTensor> hidden = RandomNormal(dtype, tokens, model.hidden_size(), random);
     if (!hidden.ok()) return hidden.status();

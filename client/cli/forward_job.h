@@ -29,8 +29,8 @@ struct ForwardJob {
 absl::Status CheckForwardFlags();
 
 // Reads the files that the flags name and draws the rest at random. `model` is the server's answer
-// about the model; shapes that do not fit it are left for the server to refuse. Errors
-// name the flag.
+// about the model: more tokens than its limits allow are not drawn but refused; other shapes that
+// do not fit it are left for the server to refuse. Errors name the flag.
 absl::Status FillForwardJob(const v1::GetModelResponse& model, ForwardJob& job);
 
 // The same call as a protobuf message, for Explain.
