@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "grpcpp/security/credentials.h"
+#include "kernels/base/steady_now.h"
 #include "server/rank/rank_backend.h"
 #include "server/rpc/rank_service.h"
 
@@ -81,7 +81,7 @@ LinkedRanks::~LinkedRanks() {
     if (rank->thread.joinable()) rank->thread.join();
   }
   group_->Close();
-  server_->Shutdown(absl::Now() + absl::Seconds(30));
+  server_->Shutdown(SteadyNow() + absl::Seconds(30));
 }
 
 absl::Status LinkedRanks::StopRank(int32_t ep_rank) {
@@ -92,17 +92,17 @@ absl::Status LinkedRanks::StopRank(int32_t ep_rank) {
 }
 
 bool LinkedRanks::AwaitEpochAfter(uint64_t epoch) {
-  const absl::Time deadline = absl::Now() + absl::Minutes(1);
+  const absl::Time deadline = SteadyNow() + absl::Minutes(1);
   while (group_->epoch() <= epoch) {
-    if (absl::Now() > deadline) return false;
+    if (SteadyNow() > deadline) return false;
     std::this_thread::yield();
   }
   return true;
 }
 
 uint64_t LinkedRanks::AwaitMember(int32_t ep_rank, uint64_t than) {
-  const absl::Time deadline = absl::Now() + absl::Minutes(1);
-  while (absl::Now() < deadline) {
+  const absl::Time deadline = SteadyNow() + absl::Minutes(1);
+  while (SteadyNow() < deadline) {
     const uint64_t member_id = group_->Members()[ep_rank].member_id;
     if (member_id != 0 && member_id != than) return member_id;
     std::this_thread::yield();
