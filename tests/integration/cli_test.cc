@@ -228,8 +228,9 @@ TEST_F(CliTest, AMessageThatGrpcRefusesGetsTheFlagAndTheLimit) {
   server_ = ServerUnderTest::Start(
       {.checkpoint = checkpoint_, .args = {"--local_ranks=1", "--max_message_bytes=64KiB"}});
   ASSERT_NE(server_, nullptr);
+  // Hidden states that fit alone, so that the command draws them, but not with their routing.
   const FinishedProcess result =
-      Cli({"forward", "--tokens=10000", absl::StrCat("--target=", server_->address())});
+      Cli({"forward", "--tokens=680", absl::StrCat("--target=", server_->address())});
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_TRUE(Has(result.err, "RESOURCE_EXHAUSTED")) << result.err;
   EXPECT_TRUE(Has(result.err, "above the server's limit of 65536 (its flag --max_message_bytes)"))
