@@ -259,7 +259,7 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
   options.progress_on_terminal =
       isatty(STDERR_FILENO) != 0 && absl::GetFlag(FLAGS_log_format) == "text";
   options.tls = {absl::GetFlag(FLAGS_tls_cert), absl::GetFlag(FLAGS_tls_key),
-                        absl::GetFlag(FLAGS_tls_ca)};
+                 absl::GetFlag(FLAGS_tls_ca)};
   const absl::StatusOr<TlsTexts> tls = ReadTlsFiles(options.tls);
   if (!tls.ok()) return tls.status();
   if (absl::Status status = CheckServerTls(*tls); !status.ok()) return status;
