@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "server/ops/logging.h"
 #include "server/ops/start_thread.h"
 
@@ -29,7 +29,6 @@ absl::Status SystemError(const char* what) {
 absl::StatusOr<std::shared_ptr<TlsWatch>> TlsWatch::Start(const TlsFiles& files, Check check) {
   if (files.empty()) return nullptr;
   std::shared_ptr<TlsWatch> watch(new TlsWatch(files, check));
-  watch->modified_seconds_ = absl::ToUnixSeconds(absl::Now());
   absl::StatusOr<TlsTexts> texts = watch->Read();
   if (!texts.ok()) return texts.status();
   if (absl::Status status = watch->Put(*texts); !status.ok()) return status;
