@@ -109,10 +109,12 @@ ABSL_FLAG(std::string, dispatch, "auto",
           "How rows get to their experts: auto, passthrough (one rank), all_to_all, "
           "all_to_all_fixed_capacity, allgather_reducescatter, allgather_reducescatter_monolithic, "
           "direct. No byte of a result depends on it.");
-ABSL_FLAG(int64_t, max_num_tokens, 64,
-          "Slots of all_to_all_fixed_capacity: rows that each rank sends each other one in a step, "
-          "used or not; splits steps that need more. A rank's experts take "
-          "num_experts * max_num_tokens rows of memory then.");
+ABSL_FLAG(
+    int64_t, max_num_tokens, 64,
+    "Slots of all_to_all_fixed_capacity: rows that each rank sends each other one in a step, at "
+    "most; splits steps that need more. A step sends as many, used or not, as the power of two "
+    "that holds a rank's tokens. A rank's experts take "
+    "num_experts * max_num_tokens rows of memory then.");
 ABSL_FLAG(bool, allow_dispatch_option, false,
           "Lets requests choose the dispatch strategy (options.dispatch); for debugging.");
 ABSL_FLAG(

@@ -6,10 +6,10 @@
 namespace expertmesh {
 
 // all_to_all for transports and kernels that need static shapes: every pair of ranks exchanges
-// slice.max_num_tokens rows each way (kPerExpert: back, as many for each k), the experts' rows are
-// in the batched format with slice.max_rows_per_expert() places each, and no size depends on the
-// routing. Rows begin at the first slot of each pair; what lies in the others is never read as
-// data. The planner sees to it that the rows fit. Two collectives per step.
+// slice.max_num_tokens (the step's bucket) rows each way (kPerExpert: back, as many for each k),
+// the experts' rows are in the batched format with slice.max_rows_per_expert() places each, and no
+// size depends on the routing. Rows begin at the first slot of each pair; what lies in the others
+// is never read as data. The planner sees to it that the rows fit. Two collectives per step.
 class AllToAllFixedCapacityStrategy : public DispatchStrategy {
  public:
   DispatchMode mode() const override { return DispatchMode::kAllToAllFixedCapacity; }

@@ -6,6 +6,7 @@
 #include "server/planning/direct_plan.h"
 #include "server/planning/owner_set.h"
 #include "server/planning/shard_pieces.h"
+#include "server/planning/slot_counter.h"
 #include "server/planning/step_plan.h"
 
 namespace expertmesh {
@@ -59,7 +60,6 @@ class Planner {
       slice.ep_rank = static_cast<int32_t>(&slice - plan_.slices.data());
       slice.ep_size = ep_size_;
       if (strategy != DispatchMode::kAllToAllFixedCapacity) continue;
-      slice.max_num_tokens = params.max_num_tokens;
       for (const RoutingSegment& segment : params.segments) {
         slice.max_topk = std::max(slice.max_topk, segment.topk);
       }
@@ -119,6 +119,9 @@ absl::Status Planner::CutShards() {
   pieces_ = CutPieces(params_.segments, *offsets);
   for (StepSlice& slice : plan_.slices) {
     slice.num_source_tokens = (*offsets)[slice.ep_rank + 1] - (*offsets)[slice.ep_rank];
+    if (strategy_ == DispatchMode::kAllToAllFixedCapacity) {
+      slice.max_num_tokens = SlotBucket(*offsets, params_.max_num_tokens);
+    }
   }
   plan_.shard_offsets = *std::move(offsets);
   return absl::OkStatus();

@@ -28,6 +28,16 @@ bool SlotCounter::Add(const int32_t* topk_ids, int32_t topk) {
 
 void SlotCounter::StartNextShard() { std::fill(used_.begin(), used_.end(), 0); }
 
+int64_t SlotBucket(absl::Span<const int64_t> shard_offsets, int64_t max_num_tokens) {
+  int64_t most_tokens = 0;
+  for (size_t shard = 0; shard + 1 < shard_offsets.size(); ++shard) {
+    most_tokens = std::max(most_tokens, shard_offsets[shard + 1] - shard_offsets[shard]);
+  }
+  int64_t bucket = 1;
+  while (bucket < most_tokens && bucket < max_num_tokens) bucket *= 2;
+  return std::min(bucket, max_num_tokens);
+}
+
 bool ShardsFitSlots(absl::Span<const RoutingSegment> segments, const Placement& placement,
                     int64_t max_num_tokens, absl::Span<const int64_t> shard_offsets) {
   SlotCounter slots(placement, max_num_tokens);

@@ -32,6 +32,13 @@ class SlotCounter {
   std::vector<int32_t> token_owners_;
 };
 
+// Slots that a step exchanges, of `max_num_tokens` (at least 1) at most: the smallest power of two,
+// or max_num_tokens itself, that holds as many rows as the largest of these shards has tokens, so
+// that a small step moves little and few sizes occur. Pure. Depends on the routing no more than
+// shards of CutShardsToSlots do: those are cut by it only where even ones do not fit, and then some
+// shard has more than max_num_tokens tokens either way.
+int64_t SlotBucket(absl::Span<const int64_t> shard_offsets, int64_t max_num_tokens);
+
 // The shards (as StepPlan::shard_offsets) of kAllToAllFixedCapacity: those of `even_offsets` when
 // all of them fit their slots; else each as long as it can be, the first ones first. Empty when not
 // even that makes the tokens fit.

@@ -106,10 +106,10 @@ struct StepSlice {
   // but gather_counts.
   std::vector<float> router_logits;
 
-  // kAllToAllFixedCapacity alone, else 0. Each rank sends each other one max_num_tokens rows, and
-  // max_return_rows() back, whatever it needs; what the counts above do not use is never read as
-  // data. They and the sizes of the batched format follow from what requests look like, not from
-  // their routing.
+  // kAllToAllFixedCapacity alone, else 0. Each rank sends each other one max_num_tokens rows (the
+  // step's bucket of StepPlanParams::max_num_tokens, see SlotBucket), and max_return_rows() back,
+  // whatever it needs; what the counts above do not use is never read as data. They and the sizes
+  // of the batched format follow from what requests look like, not from their routing.
   int64_t max_num_tokens = 0;
   int32_t max_topk = 0;  // of the step's routing, its widest
 
@@ -163,8 +163,8 @@ struct StepPlanParams {
   // [ep_size] or empty: tokens per source rank; empty means shards as equal as
   // possible, the first ones larger. kDirect has no use for them.
   absl::Span<const int64_t> shard_sizes;
-  // kAllToAllFixedCapacity: rows for each pair of ranks, at least 1. With shard_sizes empty the
-  // shards are cut so that they fit, where any cut does.
+  // kAllToAllFixedCapacity: rows for each pair of ranks, at most; at least 1. With shard_sizes
+  // empty the shards are cut so that they fit, where any cut does.
   int64_t max_num_tokens = 0;
   // For kAuto's choice.
   int64_t hidden_size = 0;

@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <map>
 #include <random>
@@ -135,6 +136,9 @@ struct Case {
     const int32_t ep_size = placement.ep_size();
     PairBytes out(ep_size, std::vector<int64_t>(ep_size));
     PairBytes back = out;
+    const int64_t most_tokens = *std::max_element(shard_sizes.begin(), shard_sizes.end());
+    const int64_t num_slots = std::min(
+        max_num_tokens, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(most_tokens))));
     int64_t token = 0;
     for (int32_t source = 0; source < ep_size; ++source) {
       for (const int64_t end = token + shard_sizes[source]; token < end; ++token) {
@@ -163,9 +167,9 @@ struct Case {
       for (int32_t to = 0; to < ep_size; ++to) {
         if (from == to) continue;
         if (strategy == DispatchMode::kAllToAllFixedCapacity) {
-          out[from][to] = max_num_tokens * kRowBytes;
+          out[from][to] = num_slots * kRowBytes;
           back[from][to] =
-              max_num_tokens * kPartialBytes * (combine == CombineMode::kPerExpert ? kTopk : 1);
+              num_slots * kPartialBytes * (combine == CombineMode::kPerExpert ? kTopk : 1);
         }
         out[from][to] += back[from][to];
       }
@@ -177,7 +181,7 @@ struct Case {
 // A row crosses once per (token, owner) that is not its source, however many of the owner's experts
 // it needs, and what comes back is one partial each, or one row per expert. Gathered, each row with
 // an expert goes once to everyone, or every row with its logits; what comes back is the same. With
-// a fixed capacity nothing depends on the routing.
+// a fixed capacity nothing depends on the routing, but the largest shard chooses the slots.
 class BytesOnTheWireTest : public ::testing::TestWithParam<std::tuple<DispatchMode, CombineMode>> {
  protected:
   const DispatchMode strategy_ = std::get<0>(GetParam());

@@ -52,7 +52,8 @@ TEST(AllToAllTest, SmallStepByHand) {
   EXPECT_THAT(ranks.communicator(1).bytes_sent(), ElementsAre(8, 0));  // its partial back
 }
 
-// The same step with room for two rows each way. Rank 1 sends none out and one back.
+// The same step with room for as many rows each way as a rank has tokens: one. Rank 1 sends none
+// out and one back.
 TEST(AllToAllFixedCapacityTest, EveryPairSendsAllItsSlots) {
   const Placement placement = *Placement::Contiguous(4, 2);
   const std::vector<int32_t> ids = {3, 0, 2, 3, -1, 3};
@@ -63,13 +64,13 @@ TEST(AllToAllFixedCapacityTest, EveryPairSendsAllItsSlots) {
   params.header.strategy = DispatchMode::kAllToAllFixedCapacity;
   params.segments = absl::MakeConstSpan(&segment, 1);
   params.placement = &placement;
-  params.max_num_tokens = 2;
+  params.max_num_tokens = 64;
   const StepPlan plan = *PlanStep(params);
   const std::vector<float> hidden = {1, 10, 100, 1000};
   DispatchRanks ranks(plan, placement, 2, hidden);
   EXPECT_THAT(ranks.Run(), ElementsAre(7, 70, 300, 3000));
-  EXPECT_THAT(ranks.communicator(0).bytes_sent(), ElementsAre(0, 32));
-  EXPECT_THAT(ranks.communicator(1).bytes_sent(), ElementsAre(32, 0));
+  EXPECT_THAT(ranks.communicator(0).bytes_sent(), ElementsAre(0, 16));
+  EXPECT_THAT(ranks.communicator(1).bytes_sent(), ElementsAre(16, 0));
 }
 
 // A partial that underflows to -0 is the same 0 in the sum wherever it was made.

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <bit>
 #include <map>
 #include <random>
 #include <set>
@@ -174,7 +175,9 @@ TEST_P(PlanStepRandomTest, FixedCapacityIsAllToAllWithSlots) {
     for (int32_t rank = 0; rank < ep_size; ++rank) {
       SCOPED_TRACE("rank " + std::to_string(rank));
       StepSlice with_slots = expected.slices[rank];
-      with_slots.max_num_tokens = params.max_num_tokens;
+      const auto most_tokens = static_cast<uint64_t>((num_tokens + ep_size - 1) / ep_size);
+      with_slots.max_num_tokens =
+          std::min(params.max_num_tokens, static_cast<int64_t>(std::bit_ceil(most_tokens)));
       with_slots.max_topk = segments.empty() ? 0 : 5;
       ExpectSameSlice(plan->slices[rank], with_slots);
       const auto num_local = static_cast<int32_t>(placement.local_experts(rank).size());

@@ -1,6 +1,8 @@
 #include "server/planning/slot_counter.h"
 
 #include <algorithm>
+#include <bit>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
@@ -98,10 +100,16 @@ TEST_P(SlotsTest, AStepTakesWhatFitsAndNoMore) {
     }
     const auto expect_fits = [&](const absl::StatusOr<StepPlan>& plan) {
       ASSERT_TRUE(plan.ok()) << plan.status();
+      int64_t most_tokens = 1;
       for (const StepSlice& slice : plan->slices) {
-        EXPECT_EQ(slice.max_num_tokens, max_num_tokens);
+        most_tokens = std::max(most_tokens, slice.num_source_tokens);
+      }
+      for (const StepSlice& slice : plan->slices) {
+        EXPECT_EQ(slice.max_num_tokens,
+                  std::min(max_num_tokens, static_cast<int64_t>(
+                                               std::bit_ceil(static_cast<uint64_t>(most_tokens)))));
         EXPECT_EQ(slice.max_topk, topk);
-        for (const int64_t count : slice.send_counts) EXPECT_LE(count, max_num_tokens);
+        for (const int64_t count : slice.send_counts) EXPECT_LE(count, slice.max_num_tokens);
       }
     };
     expect_fits(Plan(routing, num_tokens, placement, max_num_tokens));
@@ -130,6 +138,45 @@ TEST(CutShardsToSlotsTest, EvenWhereThatFitsElseTheFirstOnesFull) {
   EXPECT_THAT(cut(3), ElementsAre(0, 3, 6));
   EXPECT_THAT(cut(2), ElementsAre(0, 2, 6));
   EXPECT_THAT(cut(1), IsEmpty());
+}
+
+TEST(SlotBucketTest, IsThePowerOfTwoThatHoldsTheLargestShard) {
+  EXPECT_EQ(SlotBucket({0, 0, 0}, 64), 1);
+  EXPECT_EQ(SlotBucket({0, 1, 1}, 64), 1);
+  EXPECT_EQ(SlotBucket({0, 1, 3}, 64), 2);
+  EXPECT_EQ(SlotBucket({0, 3}, 64), 4);
+  EXPECT_EQ(SlotBucket({0, 33, 33, 40}, 64), 64);
+  EXPECT_EQ(SlotBucket({0, 1, 65}, 64), 64);
+  EXPECT_EQ(SlotBucket({0, 1000}, 64), 64);
+  // The last bucket need not be a power of two.
+  EXPECT_EQ(SlotBucket({0, 16}, 23), 16);
+  EXPECT_EQ(SlotBucket({0, 17}, 23), 23);
+  EXPECT_EQ(SlotBucket({0, 30}, 23), 23);
+  EXPECT_EQ(SlotBucket({0, 2}, 1), 1);
+  EXPECT_EQ(SlotBucket({0, (int64_t{1} << 30) - 1}, int64_t{1} << 31), int64_t{1} << 30);
+}
+
+// Whatever experts the tokens go to, also where the routing cuts the shards.
+TEST_P(SlotsTest, TheBucketDoesNotDependOnTheRouting) {
+  const int32_t ep_size = GetParam();
+  for (uint64_t seed = 1; seed <= 50 && !HasFailure(); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const auto num_experts = static_cast<int32_t>(1 + random() % 12);
+    const auto num_tokens = static_cast<int64_t>(random() % 40);
+    const auto max_num_tokens = static_cast<int64_t>(1 + random() % 20);
+    std::optional<int64_t> bucket;
+    for (int round = 0; round < 8; ++round) {
+      const Placement placement = MakeRandomPlacement(random, num_experts, ep_size);
+      const RandomRouting routing = MakeRandomRouting(random, num_tokens, 2, num_experts);
+      const absl::StatusOr<StepPlan> plan = Plan(routing, num_tokens, placement, max_num_tokens);
+      if (!plan.ok()) continue;  // this routing takes more than one step
+      for (const StepSlice& slice : plan->slices) {
+        if (!bucket.has_value()) bucket = slice.max_num_tokens;
+        EXPECT_EQ(slice.max_num_tokens, *bucket);
+      }
+    }
+  }
 }
 
 TEST(PlanStepSlotsTest, RefusesGivenShardsThatDoNotFitAndNoSlotsAtAll) {

@@ -59,7 +59,7 @@ TEST_F(ExplainTest, ShowsNoMorePairsThanAMessageShouldHave) {
   EXPECT_EQ(response->tokens(0).experts_size(), kTopK);
 }
 
-// Four experts on two ranks: every token needs both.
+// Four experts on two ranks: every token needs both. Six tokens in slots of three, four of two.
 TEST_F(ExplainTest, FixedCapacityCountsEverySlotOfEveryStep) {
   Fill(10, 4);
   forward_.call->dispatch = DispatchMode::kAllToAllFixedCapacity;
@@ -69,8 +69,8 @@ TEST_F(ExplainTest, FixedCapacityCountsEverySlotOfEveryStep) {
   EXPECT_EQ(response->strategy(), v1::DISPATCH_MODE_ALL_TO_ALL_FIXED_CAPACITY);
   EXPECT_EQ(response->num_steps(), 2);
   const int64_t row_bytes = model_.hidden_size * 2;
-  EXPECT_EQ(response->dispatch_bytes(), 2 * 2 * 3 * row_bytes);
-  EXPECT_EQ(response->combine_bytes(), 2 * 2 * 3 * row_bytes);
+  EXPECT_EQ(response->dispatch_bytes(), 2 * (3 + 2) * row_bytes);
+  EXPECT_EQ(response->combine_bytes(), 2 * (3 + 2) * row_bytes);
 }
 
 TEST_F(ExplainTest, AnExpertThatOccursTwiceIsOneRowUnlessWeightsGoOnTheInput) {
