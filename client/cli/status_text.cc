@@ -71,7 +71,7 @@ std::string WhyNotReady(const v1::GetStatusResponse& status) {
 std::string RankTable(const v1::GetStatusResponse& status) {
   TextTable table({{"rank", ColumnAlign::kRight},
                    {"state"},
-                   {"address"},
+                   {"host"},
                    {"heartbeat", ColumnAlign::kRight},
                    {"experts", ColumnAlign::kRight},
                    {"weights", ColumnAlign::kRight},
@@ -81,9 +81,9 @@ std::string RankTable(const v1::GetStatusResponse& status) {
                    {"kernels"},
                    {"why"}});
   for (const v1::RankStatus& rank : status.ranks()) {
-    const bool is_there = rank.state() != v1::RANK_STATE_MISSING &&
-                          rank.state() != v1::RANK_STATE_LOST &&
-                          rank.state() != v1::RANK_STATE_LEFT;
+    const bool is_there =
+        rank.state() != v1::RANK_STATE_MISSING && rank.state() != v1::RANK_STATE_LOST &&
+        rank.state() != v1::RANK_STATE_LEFT && rank.state() != v1::RANK_STATE_REFUSED;
     const bool is_remote = rank.address() != "in-process";
     table.AddRow(
         {absl::StrCat(rank.ep_rank()), State(rank), rank.address(),

@@ -7,11 +7,14 @@
 #include "absl/types/span.h"
 #include "server/ops/call_error.h"
 #include "server/ops/duration_text.h"
+#include "server/ops/shown_text.h"
 
 namespace expertmesh {
 namespace {
 
 constexpr size_t kMaxNameBytes = 64;  // of a name that a rank sent
+constexpr size_t kMaxWhyBytes = 512;
+constexpr absl::Duration kRefusalShownFor = absl::Minutes(10);
 
 absl::Status WrongModel(int32_t ep_rank, const std::string& what) {
   return CallError(ErrorReason::kWrongModel, absl::StrCat("rank ", ep_rank, ": ", what));
@@ -129,7 +132,19 @@ absl::Status Membership::CheckOffer(const RankOffer& offer) const {
   return absl::OkStatus();
 }
 
+void Membership::NoteRefusal(int32_t ep_rank, const absl::Status& status) {
+  if (ep_rank < 0 || ep_rank >= options_.ep_size || members_[ep_rank].has_value()) return;
+  visitors_[ep_rank].refused_why = ShownText(status.message(), kMaxWhyBytes);
+  visitors_[ep_rank].refused_at = clock_->Now();
+}
+
 absl::StatusOr<uint64_t> Membership::Join(const RankOffer& offer) {
+  absl::StatusOr<uint64_t> id = TakeMember(offer);
+  if (!id.ok()) NoteRefusal(offer.ep_rank, id.status());
+  return id;
+}
+
+absl::StatusOr<uint64_t> Membership::TakeMember(const RankOffer& offer) {
   if (absl::Status status = CheckOffer(offer); !status.ok()) return status;
   std::optional<Member>& place = members_[offer.ep_rank];
   if (place.has_value() && place->instance != offer.instance) {
@@ -199,6 +214,7 @@ absl::Status Membership::Heartbeat(uint64_t incarnation, uint64_t member_id,
 
 absl::StatusOr<bool> Membership::Announce(const RankAnnouncement& announcement) {
   if (absl::Status status = CheckPlace(announcement.ep_rank, announcement.ep_size); !status.ok()) {
+    NoteRefusal(announcement.ep_rank, status);
     return status;
   }
   Visitor& visitor = visitors_[announcement.ep_rank];
@@ -388,14 +404,19 @@ std::vector<MemberView> Membership::View() const {
       view = members_[rank]->view;
       view.state = members_[rank]->state;
       view.heartbeat_age = now - members_[rank]->last_heard;
-    } else if (now < visitor.announced + options_.heartbeat_timeout) {
+    } else if (now < visitor.announced + options_.heartbeat_timeout &&
+               visitor.announced > visitor.refused_at) {
       view = visitor.loading;
       view.state = MemberState::kLoading;
       view.heartbeat_age = now - visitor.announced;
+    } else if (now < visitor.refused_at + kRefusalShownFor) {
+      view.state = MemberState::kRefused;
+      view.why = visitor.refused_why;
+      view.why_age = now - visitor.refused_at;
     } else if (!visitor.lost_why.empty()) {
       view.state = visitor.has_left ? MemberState::kLeft : MemberState::kLost;
-      view.lost_why = visitor.lost_why;
-      view.lost_age = now - visitor.lost_at;
+      view.why = visitor.lost_why;
+      view.why_age = now - visitor.lost_at;
     }
   }
   return views;

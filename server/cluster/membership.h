@@ -95,6 +95,7 @@ enum class MemberState : uint8_t {
   kMissing,      // never heard of
   kLost,         // was a member
   kLeft,         // was a member, and took its leave
+  kRefused,      // wanted to be one, and is none since
   kLoading,      // announced itself within the heartbeat's timeout
   kJoined,       // its stream has not come yet
   kStandingBy,   // waits for an epoch
@@ -114,8 +115,8 @@ struct MemberView {
   int64_t memory_limit_bytes = 0;
   absl::Duration heartbeat_age;
   double load_progress = 0;  // 1 for a member
-  std::string lost_why;      // kLost, kLeft
-  absl::Duration lost_age;   // kLost, kLeft
+  std::string why;           // kLost, kLeft, kRefused
+  absl::Duration why_age;    // time since then
 };
 
 // Who is in the group, and its epochs: pure state, no threads, no I/O. Every function may leave
@@ -142,6 +143,9 @@ class Membership {
   absl::Status Attach(uint64_t incarnation, uint64_t member_id);
   // STALE_INCARNATION, STALE_EPOCH (no member any more): it must join again.
   absl::Status Heartbeat(uint64_t incarnation, uint64_t member_id, int64_t memory_used_bytes = 0);
+  // For View alone, which shows it for a while unless a member has the place. What Join and
+  // Announce refuse is noted already.
+  void NoteRefusal(int32_t ep_rank, const absl::Status& status);
   // For View alone. True if it is the first one, or the first after a silence. WRONG_EP_SIZE,
   // INVALID_FIELD (ep_rank).
   absl::StatusOr<bool> Announce(const RankAnnouncement& announcement);
@@ -182,11 +186,14 @@ class Membership {
     absl::Time lost_at;
     MemberView loading;
     absl::Time announced = absl::InfinitePast();
+    std::string refused_why;
+    absl::Time refused_at = absl::InfinitePast();
   };
 
   absl::Status CheckPlace(int32_t ep_rank, int32_t ep_size) const;
   absl::Status CheckInstructionSet(const RankOffer& offer) const;
   absl::Status CheckOffer(const RankOffer& offer) const;
+  absl::StatusOr<uint64_t> TakeMember(const RankOffer& offer);
   // For who has to find out why names differ.
   std::string WhoHasWhat(const RankOffer& offer) const;
   absl::StatusOr<int32_t> FindMember(uint64_t incarnation, uint64_t member_id) const;

@@ -257,6 +257,11 @@ absl::Status RemoteExpertGroup::Announce(const RankAnnouncement& announcement) {
   return is_first.status();
 }
 
+void RemoteExpertGroup::NoteRefusal(int32_t ep_rank, const absl::Status& status) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  membership_.NoteRefusal(ep_rank, status);
+}
+
 std::string RemoteExpertGroup::instruction_set() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return instruction_set_;

@@ -84,6 +84,7 @@ class RemoteExpertGroup : public ExpertGroup {
   absl::Status Attach(uint64_t incarnation, uint64_t member_id, std::shared_ptr<RemoteRank> rank);
   absl::Status Heartbeat(uint64_t incarnation, uint64_t member_id, int64_t memory_used_bytes);
   absl::Status Announce(const RankAnnouncement& announcement);
+  void NoteRefusal(int32_t ep_rank, const absl::Status& status);
   void OnEpochReady(uint64_t member_id, uint64_t epoch, const absl::Status& status);
   void OnEpochDown(uint64_t member_id, uint64_t epoch);
   void OnStreamEnded(uint64_t member_id, const absl::Status& reason);

@@ -115,6 +115,8 @@ v1::RankState StateToWire(MemberState state) {
       return v1::RANK_STATE_LOST;
     case MemberState::kLeft:
       return v1::RANK_STATE_LEFT;
+    case MemberState::kRefused:
+      return v1::RANK_STATE_REFUSED;
     case MemberState::kLoading:
       return v1::RANK_STATE_LOADING;
     case MemberState::kJoined:
@@ -127,6 +129,11 @@ v1::RankState StateToWire(MemberState state) {
       return v1::RANK_STATE_TEARING_DOWN;
   }
   return v1::RANK_STATE_UNSPECIFIED;
+}
+
+std::string AgeText(absl::Duration age) {
+  age = absl::Trunc(age, absl::Milliseconds(100));
+  return age == absl::ZeroDuration() ? "just now" : absl::StrCat(DurationText(age), " ago");
 }
 
 }  // namespace
@@ -187,11 +194,9 @@ void FillMemberStatus(absl::Span<const MemberView> members, v1::GetStatusRespons
     if (member.state == MemberState::kMissing) {
       out->set_detail("no expert server with this number has joined");
     } else if (member.state == MemberState::kLost || member.state == MemberState::kLeft) {
-      const absl::Duration age = absl::Trunc(member.lost_age, absl::Milliseconds(100));
-      out->set_detail(
-          absl::StrCat(member.lost_why, age == absl::ZeroDuration()
-                                            ? " just now"
-                                            : absl::StrCat(" ", DurationText(age), " ago")));
+      out->set_detail(absl::StrCat(member.why, " ", AgeText(member.why_age)));
+    } else if (member.state == MemberState::kRefused) {
+      out->set_detail(absl::StrCat(AgeText(member.why_age), ": ", member.why));
     } else if (member.state == MemberState::kForming) {
       out->set_detail("forming an epoch");
     }

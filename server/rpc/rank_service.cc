@@ -12,6 +12,7 @@
 #include "grpcpp/server_context.h"
 #include "server/ops/call_error.h"
 #include "server/ops/logging.h"
+#include "server/ops/shown_text.h"
 #include "server/rpc/rank_stream.h"
 #include "server/rpc/rendezvous_quota.h"
 #include "server/rpc/status_mapping.h"
@@ -28,8 +29,8 @@ RankOffer OfferOf(const v1::JoinRequest& request) {
   offer.ep_rank = request.ep_rank();
   offer.ep_size = request.ep_size();
   offer.instance = request.instance();
-  offer.address = request.comm_address();
-  offer.instruction_set = request.instruction_set();
+  offer.address = ShownText(request.comm_address(), kMaxShownBytes);
+  offer.instruction_set = ShownText(request.instruction_set(), kMaxShownBytes);
   offer.weight_bytes = request.weight_bytes();
   offer.memory_limit_bytes = request.memory_limit_bytes();
   for (const v1::ModelManifest& model : request.models()) {
@@ -49,8 +50,8 @@ RankAnnouncement AnnouncementOf(const v1::HeartbeatRequest& request) {
   RankAnnouncement announcement;
   announcement.ep_rank = request.ep_rank();
   announcement.ep_size = request.ep_size();
-  announcement.address = request.comm_address().substr(0, kMaxShownBytes);
-  announcement.instruction_set = request.instruction_set().substr(0, kMaxShownBytes);
+  announcement.address = ShownText(request.comm_address(), kMaxShownBytes);
+  announcement.instruction_set = ShownText(request.instruction_set(), kMaxShownBytes);
   announcement.memory_used_bytes = request.memory_used_bytes();
   announcement.load_progress = request.load_progress();
   return announcement;
@@ -105,7 +106,10 @@ class RankServiceImpl final : public RankServiceBase {
                                  const v1::JoinRequest* request,
                                  v1::JoinResponse* response) override {
     absl::Status status = CheckPeer(*context);
-    if (!status.ok()) LogWarning("a rank was refused", {{"why", status.message()}});
+    if (!status.ok()) {
+      LogWarning("a rank was refused", {{"why", status.message()}});
+      group().NoteRefusal(request->ep_rank(), status);
+    }
     if (status.ok()) {
       const absl::StatusOr<uint64_t> member_id = group().Join(OfferOf(*request));
       status = member_id.status();
@@ -205,7 +209,7 @@ class RankServiceImpl final : public RankServiceBase {
     }
     return CallError(ErrorReason::kRankNotAllowed,
                      absl::StrCat("the certificate of ", context.peer(), " is for ",
-                                  names.empty() ? "nobody" : names.substr(0, kMaxShownBytes),
+                                  names.empty() ? "nobody" : ShownText(names, kMaxShownBytes),
                                   ", which --rank_tls_names does not allow"));
   }
 

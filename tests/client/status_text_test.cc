@@ -68,7 +68,7 @@ TEST(StatusTextTest, Ready) {
       "  queue         0 calls, 0 of 1000 tokens, 0 B of 1.0 GiB\n"
       "  balance       the busiest rank has 1.12 times the mean of expert rows\n"
       "\n"
-      "  rank  state   address    heartbeat  experts  weights                memory  steps  expert "
+      "  rank  state   host       heartbeat  experts  weights                memory  steps  expert "
       "rows  kernels\n"
       "     0  active  127.0.0.1  312ms ago       12  2.0 MiB  45.0 MiB of 22.0 GiB      7      "
       "1234567  avx2\n"
@@ -87,7 +87,7 @@ TEST(StatusTextTest, FormingWithoutOneRankWhileAnotherLoads) {
             "  epoch         none: calls wait for one until their deadline\n");
   EXPECT_EQ(
       text.substr(text.find("  rank")),
-      "  rank  state        address    heartbeat                memory  steps  expert rows  "
+      "  rank  state        host       heartbeat                memory  steps  expert rows  "
       "kernels  why\n"
       "     0  loading 37%  127.0.0.1  312ms ago  45.0 MiB of 22.0 GiB      0            0  "
       "avx2     -\n"
@@ -111,6 +111,23 @@ TEST(StatusTextTest, ALostRankSaysWhyInAColumnOfItsOwn) {
   const size_t reason = text.find("its stream ended 2.3s ago\n");
   ASSERT_NE(reason, std::string::npos) << text;
   EXPECT_EQ(reason - text.rfind('\n', reason), column) << text;
+}
+
+TEST(StatusTextTest, ARefusedRankHasNoWorkAndSaysWhy) {
+  v1::GetStatusResponse status = Group();
+  *status.add_ranks() = Rank(0, v1::RANK_STATE_STANDING_BY);
+  v1::RankStatus refused;
+  refused.set_ep_rank(1);
+  refused.set_state(v1::RANK_STATE_REFUSED);
+  refused.set_detail("2.3s ago: rank 1 was started for 3 ranks, this group has 2");
+  *status.add_ranks() = refused;
+  const std::string text = StatusText(status);
+  EXPECT_EQ(text.substr(0, text.find('\n')), "tiny: not ready, waiting for rank 1 (refused)");
+  const std::string row = text.substr(text.find("     1  refused"));
+  EXPECT_EQ(row.find("0s ago"), std::string::npos) << row;
+  EXPECT_NE(row.find("2.3s ago: rank 1 was started for 3 ranks, this group has 2\n"),
+            std::string::npos)
+      << row;
 }
 
 TEST(StatusTextTest, AnEpochThatFormsAndADrain) {

@@ -354,6 +354,8 @@ TEST(RankStatusTest, OneInstructionSetPerGroup) {
   EXPECT_THAT(other->Stderr(), HasSubstr(absl::StrCat("rank 1 computes with ", (*loaded)[1],
                                                       ", rank 0 with portable")));
   EXPECT_THAT(other->Stderr(), HasSubstr("--isa"));
+  const v1::RankStatus refused = WaitForState(control, 1, v1::RANK_STATE_REFUSED);
+  EXPECT_THAT(refused.detail(), HasSubstr(absl::StrCat("rank 1 computes with ", (*loaded)[1])));
   ASSERT_TRUE(cluster->StartRank(1));
   ASSERT_TRUE(cluster->WaitForEpoch(2));
   EXPECT_TRUE(control.Forward(request).ok());

@@ -17,6 +17,7 @@ namespace expertmesh {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 constexpr uint64_t kIncarnation = 0xfeed;
 constexpr absl::Duration kHeartbeatTimeout = absl::Seconds(2);
@@ -231,8 +232,8 @@ TEST(MembershipTest, ViewTellsWhoIsLoadingAndWhyOthersWereLost) {
   group.clock.Advance(absl::Seconds(1));
   view = membership.View()[1];
   EXPECT_EQ(view.state, MemberState::kLost);
-  EXPECT_EQ(view.lost_why, "its stream ended");
-  EXPECT_EQ(view.lost_age, absl::Seconds(1));
+  EXPECT_EQ(view.why, "its stream ended");
+  EXPECT_EQ(view.why_age, absl::Seconds(1));
   EXPECT_TRUE(membership.Announce(coming).ok());
   EXPECT_EQ(membership.View()[1].state, MemberState::kLoading);
   membership.Leave(ids[0]);
@@ -246,6 +247,54 @@ TEST(MembershipTest, ViewTellsWhoIsLoadingAndWhyOthersWereLost) {
     coming.ep_rank = rank;
     EXPECT_EQ(ReasonOf(membership.Announce(coming).status()), ErrorReason::kInvalidField);
   }
+}
+
+TEST(MembershipTest, ARefusedRankIsShownUntilItsPlaceIsTakenOrForAWhile) {
+  Group group(2, 5);
+  Membership& membership = group.membership();
+  RankOffer wrong = group.Offer(1, 7);
+  wrong.models[0].fingerprint = "beef";
+  RankAnnouncement coming{.ep_rank = 1, .ep_size = 2, .address = "here"};
+  ASSERT_TRUE(membership.Announce(coming).ok());
+  ASSERT_FALSE(membership.Join(wrong).ok());
+  group.clock.Advance(absl::Seconds(1));
+  MemberView view = membership.View()[1];
+  EXPECT_EQ(view.state, MemberState::kRefused) << "its last announcement was before that";
+  EXPECT_THAT(view.why, HasSubstr("fingerprint beef"));
+  EXPECT_EQ(view.why_age, absl::Seconds(1));
+  EXPECT_EQ(membership.View()[0].state, MemberState::kMissing);
+  // Another try is loading.
+  ASSERT_TRUE(membership.Announce(coming).ok());
+  EXPECT_EQ(membership.View()[1].state, MemberState::kLoading);
+  group.clock.Advance(kHeartbeatTimeout);
+  EXPECT_EQ(membership.View()[1].state, MemberState::kRefused);
+
+  const std::vector<uint64_t> ids = group.Stand();
+  EXPECT_EQ(membership.View()[1].state, MemberState::kActive);
+  EXPECT_EQ(membership.View()[1].why, "");
+  ASSERT_FALSE(membership.Join(wrong).ok());
+  EXPECT_EQ(membership.View()[1].state, MemberState::kActive) << "a stranger changes nothing";
+  membership.Lose(ids[1], absl::UnavailableError("its stream ended"));
+  EXPECT_EQ(membership.View()[1].state, MemberState::kLost) << "what came before is past";
+  group.clock.Advance(absl::Seconds(1));
+  ASSERT_FALSE(membership.Join(wrong).ok());
+  EXPECT_EQ(membership.View()[1].state, MemberState::kRefused);
+  group.clock.Advance(absl::Minutes(10));
+  EXPECT_EQ(membership.View()[1].state, MemberState::kLost);
+
+  // Refused before it has loaded anything, or by whoever looks at certificates.
+  coming.ep_size = 3;
+  ASSERT_FALSE(membership.Announce(coming).ok());
+  view = membership.View()[1];
+  EXPECT_EQ(view.state, MemberState::kRefused);
+  EXPECT_THAT(view.why, HasSubstr("3 ranks"));
+  for (const int32_t rank : {-1, 1, 2}) {
+    membership.NoteRefusal(rank,
+                           absl::PermissionDeniedError("\x1b[2J" + std::string(1 << 20, 'x')));
+  }
+  view = membership.View()[1];
+  EXPECT_THAT(view.why, StartsWith("?[2Jxxx"));
+  EXPECT_LE(view.why.size(), 1024u);
 }
 
 TEST(MembershipTest, TheNextEpochWaitsForEverySurvivorsTeardown) {

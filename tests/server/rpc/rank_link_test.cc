@@ -93,7 +93,7 @@ TEST_F(RankLinkTest, ARankThatIsToldToStopHasLeft) {
   while (ranks_.group().epoch() != 0) std::this_thread::yield();
   const std::vector<MemberView> members = ranks_.group().Members();
   EXPECT_EQ(members[1].state, MemberState::kLeft);
-  EXPECT_EQ(members[1].lost_why, "it left");
+  EXPECT_EQ(members[1].why, "it left");
   EXPECT_NE(members[0].member_id, 0u);
 }
 
