@@ -16,6 +16,7 @@
 #include "server/comm/in_process_communicator.h"
 #include "server/comm/nccl_communicator.h"
 #include "tests/conformance/communicator_conformance.h"
+#include "tests/integration/process.h"
 #include "tests/kernels/cuda/emulated_cuda_runtime.h"
 #include "tests/server/comm/fake_nccl_on_cuda.h"
 
@@ -40,10 +41,14 @@ TEST(NcclLibraryTest, SaysWhereItLooked) {
   const absl::Status other = OpenNcclLibrary("libm.so.6").status();
   EXPECT_EQ(other.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(other.message()), HasSubstr("libm.so.6 lacks ncclGetVersion"));
+  const std::string partial = SiblingBinary("libnccl_without_recv.so");
+  const absl::Status lacking = OpenNcclLibrary(partial).status();
+  EXPECT_EQ(lacking.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(lacking.message()), ::testing::EndsWith(partial + " lacks ncclRecv"));
 }
 
 std::vector<std::unique_ptr<Communicator>> NewGroup(int32_t ep_size,
-                                                    const std::shared_ptr<FakeNcclOnCuda>& nccl) {
+                                                    const std::shared_ptr<NcclFunctions>& nccl) {
   InMemoryRendezvousStore store;
   auto controls = NewInProcessCommunicators(ep_size);
   std::vector<std::unique_ptr<Communicator>> communicators(ep_size);
@@ -77,6 +82,22 @@ INSTANTIATE_TEST_SUITE_P(
         {CommunicatorDrive::kThreadedStreams},
         []() -> std::unique_ptr<Stream> { return CudaStreamPool(0).NewStream(); })),
     [](const auto& test) { return test.param.name; });
+
+// The library that stands in for NCCL between processes, all ranks in this one.
+INSTANTIATE_TEST_SUITE_P(NcclOverSockets, CommunicatorConformance,
+                         ::testing::ValuesIn(CommunicatorConformanceParams(
+                             "nccl_over_sockets",
+                             [](int32_t ep_size) {
+                               auto nccl =
+                                   OpenNcclLibrary(SiblingBinary("libnccl_over_sockets.so"));
+                               EXPECT_TRUE(nccl.ok()) << nccl.status();
+                               return NewGroup(ep_size, *nccl);
+                             },
+                             {CommunicatorDrive::kThreadedStreams},
+                             []() -> std::unique_ptr<Stream> {
+                               return CudaStreamPool(0).NewStream();
+                             })),
+                         [](const auto& test) { return test.param.name; });
 
 // The exchange of one step and the experts of another share the device.
 TEST(NcclOnCudaTest, ItsStreamHasTheHighestPriority) {
