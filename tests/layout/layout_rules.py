@@ -131,7 +131,8 @@ def external_violation(path, included):
     if JSON.search(included) and path.endswith(HEADER_SUFFIXES):
         return "JSON is included in .cc files only"
     if CUDA.search(included):
-        if not (path.startswith(("kernels/cuda/", "server/comm/nccl", "tests/kernels/cuda/", "tests/gpu/"))):
+        if not (path.startswith(("kernels/cuda/", "server/comm/nccl", "tests/kernels/cuda/", "tests/server/comm/nccl",
+                                 "tests/gpu/"))):
             return "only kernels/cuda and server/comm/nccl* see CUDA headers"
     if GLOO.search(included) and not path.startswith(("server/comm/gloo", "tests/")):
         return "only server/comm/gloo* sees Gloo's headers"
