@@ -77,9 +77,9 @@ ABSL_FLAG(ByteSize, max_all_streams_inflight_bytes, ByteSize{int64_t{1} << 30},
           "Messages and answers in flight on all ForwardStreams together; above it each may have "
           "one message in flight.");
 ABSL_FLAG(ByteSize, max_message_bytes, ByteSize{int64_t{72} << 20},
-          "One request message: 64 MiB of hidden states, and their routing.");
+          "One request message, 4KiB to 2047MiB: 64 MiB of hidden states, and their routing.");
 ABSL_FLAG(ByteSize, max_transport_bytes, ByteSize{int64_t{1} << 30},
-          "What gRPC itself may hold in buffers.");
+          "What gRPC itself may hold in buffers: at least --max_message_bytes.");
 ABSL_FLAG(absl::Duration, max_deadline, absl::Seconds(60),
           "Deadline of a call that brings none, and the most that one may bring.");
 ABSL_FLAG(absl::Duration, step_timeout, absl::Seconds(30),
@@ -129,8 +129,11 @@ namespace {
 
 constexpr int kExitFailure = 1;
 constexpr int kExitUsage = 2;
-constexpr int kMaxThreads = 4096;
 constexpr int64_t kMostSlots = int64_t{1} << 16;
+constexpr int64_t kMostStepTokens = int64_t{1} << 24;
+constexpr int64_t kMostRankPairs = int64_t{1} << 30;      // rows are counted in 32 bits
+constexpr ByteSize kLeastMessage = {int64_t{4} << 10};    // a row of hidden states
+constexpr ByteSize kMostMessage = {int64_t{2047} << 20};  // gRPC counts in 31 bits
 constexpr int kMaxTopExperts = 4096;
 constexpr char kUsage[] =
     "usage: expertmesh-control-plane --checkpoint=DIR [--local_ranks=N | --ep_size=N "
@@ -152,8 +155,43 @@ absl::StatusOr<DispatchMode> ParseDispatchFlag(const std::string& name, int32_t 
       absl::StrCat("--dispatch is '", name, "'; with ", ep_size, " ranks: ", known));
 }
 
-// Once; everything that is wrong with a flag is found here.
-absl::StatusOr<ControlPlaneOptions> ReadFlags() {
+// Flags that are right each for itself but not with each other.
+absl::Status CheckCombination(const std::vector<std::string>& given) {
+  const bool has_local_ranks = absl::GetFlag(FLAGS_ep_size) == 0;
+  const bool has_cpu_ranks = absl::GetFlag(FLAGS_device) == "cpu";
+  constexpr char kForProcesses[] =
+      "it is for ranks that are other processes: --ep_size and --rank_listen";
+  if (!has_local_ranks && !has_cpu_ranks) {
+    return absl::InvalidArgumentError(
+        "--device is of --local_ranks; expert servers have a --device of their own");
+  }
+  const ByteSize transport = absl::GetFlag(FLAGS_max_transport_bytes);
+  const ByteSize message = absl::GetFlag(FLAGS_max_message_bytes);
+  // gRPC would close the connections of those who send such messages, and say nothing.
+  if (transport.bytes < message.bytes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--max_transport_bytes is ", AbslUnparseFlag(transport),
+                     "; at least --max_message_bytes, which is ", AbslUnparseFlag(message)));
+  }
+  return CheckFlagsAreUsed(
+      given,
+      {{"local_ranks", has_local_ranks, "with --ep_size all ranks are other processes"},
+       {"threads", has_local_ranks,
+        "with --ep_size all ranks are other processes, which have a --threads of their own"},
+       {"isa", has_local_ranks,
+        "with --ep_size all ranks are other processes, which have an --isa of their own"},
+       {"isa", has_cpu_ranks, "it is for --device=cpu"},
+       {"lanes", !has_local_ranks, kForProcesses},
+       {"heartbeat_timeout", !has_local_ranks, kForProcesses},
+       {"rank_port_file", !has_local_ranks, kForProcesses},
+       {"rank_tls_names", !has_local_ranks, kForProcesses},
+       {"model_name", !absl::GetFlag(FLAGS_checkpoint).empty(), "it is for --checkpoint's model"},
+       {"metrics_top_experts", !absl::GetFlag(FLAGS_metrics_listen).empty(),
+        "--metrics_listen is empty"}});
+}
+
+// Once; everything that is wrong with a flag is found here. `given`: CommandLine::flags.
+absl::StatusOr<ControlPlaneOptions> ReadFlags(const std::vector<std::string>& given) {
   ControlPlaneOptions options;
   absl::StatusOr<std::vector<std::pair<std::string, std::string>>> models = ParseModelFlags(
       absl::GetFlag(FLAGS_checkpoint), absl::GetFlag(FLAGS_model_name), absl::GetFlag(FLAGS_model));
@@ -162,7 +200,9 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
   for (const absl::Status& status :
        {CheckPositive("local_ranks", absl::GetFlag(FLAGS_local_ranks)),
         CheckPositive("max_step_tokens", absl::GetFlag(FLAGS_max_step_tokens)),
+        CheckAtMost("max_step_tokens", absl::GetFlag(FLAGS_max_step_tokens), kMostStepTokens),
         CheckPositive("max_rank_pairs", absl::GetFlag(FLAGS_max_rank_pairs)),
+        CheckAtMost("max_rank_pairs", absl::GetFlag(FLAGS_max_rank_pairs), kMostRankPairs),
         CheckPositive("max_num_tokens", absl::GetFlag(FLAGS_max_num_tokens)),
         CheckAtMost("max_num_tokens", absl::GetFlag(FLAGS_max_num_tokens), kMostSlots),
         CheckPositive("max_inflight_bytes", absl::GetFlag(FLAGS_max_inflight_bytes).bytes),
@@ -171,8 +211,8 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
                       absl::GetFlag(FLAGS_max_stream_inflight_bytes).bytes),
         CheckPositive("max_all_streams_inflight_bytes",
                       absl::GetFlag(FLAGS_max_all_streams_inflight_bytes).bytes),
-        CheckPositive("max_message_bytes", absl::GetFlag(FLAGS_max_message_bytes).bytes),
-        CheckPositive("max_transport_bytes", absl::GetFlag(FLAGS_max_transport_bytes).bytes),
+        CheckBetween("max_message_bytes", absl::GetFlag(FLAGS_max_message_bytes), kLeastMessage,
+                     kMostMessage),
         CheckPositive("max_deadline", absl::GetFlag(FLAGS_max_deadline)),
         CheckPositive("heartbeat_timeout", absl::GetFlag(FLAGS_heartbeat_timeout)),
         CheckPositive("step_timeout", absl::GetFlag(FLAGS_step_timeout)),
@@ -186,7 +226,7 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
         CheckPositive("metrics_top_experts", absl::GetFlag(FLAGS_metrics_top_experts)),
         CheckAtMost("metrics_top_experts", absl::GetFlag(FLAGS_metrics_top_experts),
                     kMaxTopExperts),
-        CheckAtMost("threads", absl::GetFlag(FLAGS_threads), kMaxThreads),
+        CheckThreads(absl::GetFlag(FLAGS_threads)),
         CheckGrpcListenFlag("listen", absl::GetFlag(FLAGS_listen)),
         absl::GetFlag(FLAGS_rank_listen).empty()
             ? absl::OkStatus()
@@ -216,13 +256,7 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags() {
         "--rank_listen with --tls_cert needs --tls_ca and --rank_tls_names, the names on the "
         "certificates of expert servers ('*': any certificate of --tls_ca)");
   }
-  if (options.ranks.ep_size > 0 && absl::GetFlag(FLAGS_device) != "cpu") {
-    return absl::InvalidArgumentError(
-        "--device is of --local_ranks; expert servers have a --device of their own");
-  }
-  if (absl::GetFlag(FLAGS_threads) < 0) {
-    return absl::InvalidArgumentError("--threads is negative; 0: one for each core");
-  }
+  if (absl::Status status = CheckCombination(given); !status.ok()) return status;
   absl::StatusOr<std::optional<CpuIsa>> isa = ParseIsaFlag(absl::GetFlag(FLAGS_isa));
   if (!isa.ok()) return isa.status();
   options.group.num_ranks = absl::GetFlag(FLAGS_local_ranks);
@@ -293,7 +327,7 @@ int Run(const std::vector<std::string>& args) {
   if (!format.ok()) return UsageError(format.status());
   const absl::StatusOr<LogLevel> level = ParseLogLevel(absl::GetFlag(FLAGS_log_level));
   if (!level.ok()) return UsageError(level.status());
-  absl::StatusOr<ControlPlaneOptions> options = ReadFlags();
+  absl::StatusOr<ControlPlaneOptions> options = ReadFlags(line->flags);
   if (!options.ok()) return UsageError(options.status());
 
   absl::StatusOr<std::shared_ptr<CudaDevice>> device = OpenDeviceFlag(absl::GetFlag(FLAGS_device));

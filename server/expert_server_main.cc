@@ -83,8 +83,8 @@ absl::Status CheckRankAddresses(const ExpertServerOptions& options) {
   return status;
 }
 
-// Once; everything that is wrong with a flag is found here.
-absl::StatusOr<ExpertServerOptions> ReadFlags() {
+// Once; everything that is wrong with a flag is found here. `given`: CommandLine::flags.
+absl::StatusOr<ExpertServerOptions> ReadFlags(const std::vector<std::string>& given) {
   ExpertServerOptions options;
   absl::StatusOr<std::vector<std::pair<std::string, std::string>>> models = ParseModelFlags(
       absl::GetFlag(FLAGS_checkpoint), absl::GetFlag(FLAGS_model_name), absl::GetFlag(FLAGS_model));
@@ -109,13 +109,20 @@ absl::StatusOr<ExpertServerOptions> ReadFlags() {
     return status;
   }
   options.num_threads = absl::GetFlag(FLAGS_threads);
-  if (options.num_threads < 0) {
-    return absl::InvalidArgumentError("--threads is negative; 0: one for each core");
-  }
+  if (absl::Status status = CheckThreads(options.num_threads); !status.ok()) return status;
   const absl::StatusOr<std::optional<CpuIsa>> isa = ParseIsaFlag(absl::GetFlag(FLAGS_isa));
   if (!isa.ok()) return isa.status();
   options.isa = *isa;
   options.nccl_library = absl::GetFlag(FLAGS_nccl_library);
+  const bool is_cpu = absl::GetFlag(FLAGS_device) == "cpu";
+  if (absl::Status status =
+          CheckFlagsAreUsed(given, {{"isa", is_cpu, "it is for --device=cpu"},
+                                    {"nccl_library", !is_cpu, "it is for GPUs, --device=cuda:N"},
+                                    {"model_name", !absl::GetFlag(FLAGS_checkpoint).empty(),
+                                     "it is for --checkpoint's model"}});
+      !status.ok()) {
+    return status;
+  }
   options.progress_on_terminal =
       isatty(STDERR_FILENO) != 0 && absl::GetFlag(FLAGS_log_format) == "text";
   options.tls = {absl::GetFlag(FLAGS_tls_cert), absl::GetFlag(FLAGS_tls_key),
@@ -163,7 +170,7 @@ int Run(const std::vector<std::string>& args) {
   if (!format.ok()) return UsageError(format.status());
   const absl::StatusOr<LogLevel> level = ParseLogLevel(absl::GetFlag(FLAGS_log_level));
   if (!level.ok()) return UsageError(level.status());
-  absl::StatusOr<ExpertServerOptions> options = ReadFlags();
+  absl::StatusOr<ExpertServerOptions> options = ReadFlags(line->flags);
   if (!options.ok()) return UsageError(options.status());
 
   if (absl::GetFlag(FLAGS_device) != "cpu") {

@@ -1,5 +1,7 @@
 #include "server/flag_values.h"
 
+#include <algorithm>
+
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -8,6 +10,11 @@
 #include "server/ops/listen_address.h"
 
 namespace expertmesh {
+namespace {
+
+constexpr int kMaxThreads = 4096;
+
+}  // namespace
 
 absl::StatusOr<std::optional<CpuIsa>> ParseIsaFlag(const std::string& name) {
   if (name == "auto") return std::nullopt;
@@ -51,9 +58,35 @@ absl::Status CheckNotNegative(const char* flag, absl::Duration value) {
       absl::StrCat("--", flag, " is ", absl::FormatDuration(value), "; at least 0"));
 }
 
+absl::Status CheckNotNegative(const char* flag, int64_t value) {
+  if (value >= 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("--", flag, " is ", value, "; at least 0"));
+}
+
 absl::Status CheckAtMost(const char* flag, int64_t value, int64_t limit) {
   if (value <= limit) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("--", flag, " is ", value, "; at most ", limit));
+}
+
+absl::Status CheckBetween(const char* flag, ByteSize value, ByteSize least, ByteSize most) {
+  if (value.bytes >= least.bytes && value.bytes <= most.bytes) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("--", flag, " is ", AbslUnparseFlag(value), "; ",
+                                                 AbslUnparseFlag(least), " to ",
+                                                 AbslUnparseFlag(most)));
+}
+
+absl::Status CheckThreads(int value) {
+  const absl::Status status = CheckNotNegative("threads", value);
+  return status.ok() ? CheckAtMost("threads", value, kMaxThreads) : status;
+}
+
+absl::Status CheckFlagsAreUsed(const std::vector<std::string>& given,
+                               std::initializer_list<FlagUse> uses) {
+  for (const FlagUse& use : uses) {
+    if (use.is_used || std::find(given.begin(), given.end(), use.flag) == given.end()) continue;
+    return absl::InvalidArgumentError(absl::StrCat("--", use.flag, " would do nothing: ", use.why));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status CheckGrpcListenFlag(const char* flag, const std::string& value) {

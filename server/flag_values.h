@@ -2,6 +2,7 @@
 #define EXPERTMESH_SERVER_FLAG_VALUES_H_
 
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -13,6 +14,7 @@
 #include "absl/time/time.h"
 #include "kernels/cpu/cpu_kernels.h"
 #include "kernels/cuda/cuda_device.h"
+#include "server/ops/command_line.h"
 
 // What the values of flags that several programs have mean. Errors are INVALID_ARGUMENT (NOT_FOUND
 // for a file) and name the flag.
@@ -27,7 +29,22 @@ absl::StatusOr<std::shared_ptr<CudaDevice>> OpenDeviceFlag(const std::string& va
 absl::Status CheckPositive(const char* flag, int64_t value);
 absl::Status CheckPositive(const char* flag, absl::Duration value);
 absl::Status CheckNotNegative(const char* flag, absl::Duration value);
+absl::Status CheckNotNegative(const char* flag, int64_t value);
 absl::Status CheckAtMost(const char* flag, int64_t value, int64_t limit);
+absl::Status CheckBetween(const char* flag, ByteSize value, ByteSize least, ByteSize most);
+// 0 (one for each core) to some thousands.
+absl::Status CheckThreads(int value);
+
+// What a flag is of use for.
+struct FlagUse {
+  const char* flag;
+  bool is_used;     // that is asked for
+  const char* why;  // it is not, otherwise
+};
+// Refuses flags that were given (`given` are CommandLine::flags) although nothing would look at
+// them: whoever gave them expects something else.
+absl::Status CheckFlagsAreUsed(const std::vector<std::string>& given,
+                               std::initializer_list<FlagUse> uses);
 // An address to listen on, or "unix:path", which gRPC takes as well.
 absl::Status CheckGrpcListenFlag(const char* flag, const std::string& value);
 // Pairs of name and folder, of --checkpoint and --model_name, and of --model's NAME=DIR.

@@ -58,6 +58,29 @@ INSTANTIATE_TEST_SUITE_P(
       return test.param.name == "expertmesh-control-plane" ? "ControlPlane" : "ExpertServer";
     });
 
+TEST(ExpertServerFlagsTest, WhatWouldDoNothingOrIsTooMuchIsRefused) {
+  struct Case {
+    std::vector<std::string> args;
+    std::string says;
+  };
+  for (const Case& c : std::vector<Case>{
+           {{kCheckpoint, "--nccl_library=x.so"},
+            "--nccl_library would do nothing: it is for GPUs"},
+           {{kCheckpoint, "--device=cuda:0", "--isa=avx2"}, "--isa would do nothing: it is for"},
+           {{"--model=a=x", "--model_name=b"}, "--model_name would do nothing: it is for"},
+           {{kCheckpoint, "--threads=100000"}, "--threads is 100000; at most 4096"},
+           {{kCheckpoint, "--threads=-1"}, "--threads is -1; at least 0"}}) {
+    SCOPED_TRACE(testing::PrintToString(c.args));
+    std::vector<std::string> args = {"--control_plane=127.0.0.1:1", "--ep_rank=0", "--ep_size=1"};
+    args.insert(args.end(), c.args.begin(), c.args.end());
+    const FinishedProcess finished =
+        RunToEnd({.path = SiblingBinary("expertmesh-expert-server"), .args = args});
+    EXPECT_EQ(finished.exit_code, 2);
+    EXPECT_THAT(finished.err, testing::StartsWith("expertmesh-expert-server: --"));
+    EXPECT_THAT(finished.err, testing::HasSubstr(c.says));
+  }
+}
+
 TEST(DeviceOfRemoteRanksTest, IsTheirs) {
   const FinishedProcess finished = RunToEnd(
       {.path = SiblingBinary("expertmesh-control-plane"),
