@@ -1,7 +1,5 @@
 #include "kernels/cuda/cuda_expert_kernels.h"
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -10,9 +8,9 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/base/checked_math.h"
 #include "kernels/cuda/cuda_expert_weights.h"
+#include "kernels/cuda/cuda_ffn_launch.h"
 #include "kernels/cuda/cuda_status.h"
-#include "kernels/cuda/gated_activation.h"
-#include "kernels/cuda/grouped_gemm.h"
+#include "kernels/cuda/write_counts.h"
 
 namespace expertmesh {
 namespace {
@@ -32,31 +30,23 @@ CudaActivation ActivationOf(Activation activation) {
   return CudaActivation::kSiluMul;
 }
 
-// One call, as its launch needs it. The host's lists are kept: the launch may come later.
-struct FfnLaunch {
+// One call. The host's lists are kept: the launch may come later.
+struct FfnCall {
   std::vector<int64_t> expert_offsets;
   std::vector<int32_t> expert_num_tokens;
-  CudaGroupedGemmParams gate_up;
-  CudaGatedActivationParams activation;  // unless gate_up does it
-  CudaGroupedGemmParams down;
-  std::shared_ptr<CudaUpload> layout_upload;  // null: no kernel asks which rows exist
+  int32_t* device_num_tokens = nullptr;  // batched: where they go first
+  CudaFfnLaunch launch;
 };
 
-absl::Status Run(const FfnLaunch& launch, cudaStream_t stream, int32_t device_index) {
-  if (launch.layout_upload != nullptr) {
-    absl::Status status = launch.layout_upload->Copy(stream);
+absl::Status Run(const FfnCall& call, cudaStream_t stream, int32_t device_index) {
+  if (call.launch.masked) {
+    absl::Status status =
+        CudaStatus(LaunchWriteCounts(call.expert_num_tokens.data(), call.launch.gate_up.num_experts,
+                                     call.device_num_tokens, stream),
+                   "writing of expert_num_tokens", device_index);
     if (!status.ok()) return status;
   }
-  absl::Status status = CudaStatus(LaunchGroupedGemm(launch.gate_up, stream),
-                                   "LaunchGroupedGemm of w13", device_index);
-  if (!status.ok()) return status;
-  if (!launch.gate_up.fuse_silu_mul) {
-    status = CudaStatus(LaunchGatedActivation(launch.activation, stream), "LaunchGatedActivation",
-                        device_index);
-    if (!status.ok()) return status;
-  }
-  return CudaStatus(LaunchGroupedGemm(launch.down, stream), "LaunchGroupedGemm of w2",
-                    device_index);
+  return LaunchFfn(call.launch, stream, device_index);
 }
 
 class CudaExpertKernels : public ExpertKernels {
@@ -84,25 +74,19 @@ class CudaExpertKernels : public ExpertKernels {
       return absl::InvalidArgumentError(
           absl::StrCat("stream: not of cuda:", allocators_.device->device().index));
     }
-    absl::StatusOr<std::unique_ptr<FfnLaunch>> launch = Plan(params);
-    if (!launch.ok()) return launch.status();
-    if (*launch == nullptr) return absl::OkStatus();
-    const std::shared_ptr<CudaUpload> upload = (*launch)->layout_upload;
-    absl::Status status =
-        cuda->Launch([launch = *std::move(launch), device = stream.device().index](
-                         cudaStream_t cuda_stream) { return Run(*launch, cuda_stream, device); });
-    if (!status.ok() || upload == nullptr) return status;
-    return CudaUpload::FreeAfter(*cuda, upload);
+    absl::StatusOr<std::unique_ptr<FfnCall>> call = Plan(params);
+    if (!call.ok()) return call.status();
+    if (*call == nullptr) return absl::OkStatus();
+    return cuda->Launch([call = *std::move(call), device = stream.device().index](
+                            cudaStream_t cuda_stream) { return Run(*call, cuda_stream, device); });
   }
 
  private:
   // Null when there are no rows.
-  absl::StatusOr<std::unique_ptr<FfnLaunch>> Plan(const GroupedFfnParams& params) const;
+  absl::StatusOr<std::unique_ptr<FfnCall>> Plan(const GroupedFfnParams& params) const;
   // Memory of the intermediate rows, and who fills it.
   absl::Status PlanIntermediate(const GroupedFfnParams& params, int64_t num_rows,
-                                FfnLaunch& launch) const;
-  absl::Status PlanLayout(const GroupedFfnParams& params, int64_t num_rows,
-                          FfnLaunch& launch) const;
+                                CudaFfnLaunch& launch) const;
 
   const ExpertLayerShape shape_;
   Capabilities capabilities_;
@@ -110,7 +94,7 @@ class CudaExpertKernels : public ExpertKernels {
   const std::unique_ptr<CudaExpertWeights> weights_;
 };
 
-absl::StatusOr<std::unique_ptr<FfnLaunch>> CudaExpertKernels::Plan(
+absl::StatusOr<std::unique_ptr<FfnCall>> CudaExpertKernels::Plan(
     const GroupedFfnParams& params) const {
   const bool batched = params.format == ActivationFormat::kBatched;
   int64_t num_rows = 0;
@@ -127,45 +111,48 @@ absl::StatusOr<std::unique_ptr<FfnLaunch>> CudaExpertKernels::Plan(
     num_rows = *slots;
   }
   if (num_rows == 0) return nullptr;
-  auto launch = std::make_unique<FfnLaunch>();
-  launch->expert_offsets.assign(params.expert_offsets.begin(), params.expert_offsets.end());
-  launch->expert_num_tokens.assign(params.expert_num_tokens.begin(),
-                                   params.expert_num_tokens.end());
-
-  CudaGroupedGemmParams& gate_up = launch->gate_up;
+  auto call = std::make_unique<FfnCall>();
+  CudaFfnLaunch& launch = call->launch;
+  CudaGroupedGemmParams& gate_up = launch.gate_up;
   gate_up.num_experts = shape_.num_local_experts;
   gate_up.rows = params.rows;
   gate_up.rows_dtype = params.activation_dtype;
   if (batched) {
+    absl::StatusOr<absl::Span<int32_t>> device_num_tokens =
+        params.arena->AllocateSpan<int32_t>(shape_.num_local_experts);
+    if (!device_num_tokens.ok()) return device_num_tokens.status();
+    call->expert_num_tokens.assign(params.expert_num_tokens.begin(),
+                                   params.expert_num_tokens.end());
+    call->device_num_tokens = device_num_tokens->data();
+    launch.masked = true;
     gate_up.max_rows_per_expert = params.max_rows_per_expert;
-    gate_up.expert_num_tokens = launch->expert_num_tokens.data();
+    gate_up.expert_num_tokens = call->device_num_tokens;
   } else {
-    gate_up.expert_offsets = launch->expert_offsets.data();
+    call->expert_offsets.assign(params.expert_offsets.begin(), params.expert_offsets.end());
+    gate_up.expert_offsets = call->expert_offsets.data();
   }
   gate_up.weights = weights_->w13();
   gate_up.weight_dtype = shape_.weight_dtype;
   gate_up.n = 2 * shape_.intermediate_size;
   gate_up.k = shape_.hidden_size;
   gate_up.bias = weights_->w13_bias();
-  launch->down = gate_up;
-
-  if (absl::Status status = PlanIntermediate(params, num_rows, *launch); !status.ok()) {
+  launch.down = gate_up;
+  if (absl::Status status = PlanIntermediate(params, num_rows, launch); !status.ok()) {
     return status;
   }
-  if (absl::Status status = PlanLayout(params, num_rows, *launch); !status.ok()) return status;
 
-  CudaGroupedGemmParams& down = launch->down;
+  CudaGroupedGemmParams& down = launch.down;
   down.weights = weights_->w2();
   down.n = shape_.hidden_size;
   down.k = shape_.intermediate_size;
   down.bias = weights_->w2_bias();
   down.output = params.output;
   down.output_dtype = DType::kFloat32;
-  return launch;
+  return call;
 }
 
 absl::Status CudaExpertKernels::PlanIntermediate(const GroupedFfnParams& params, int64_t num_rows,
-                                                 FfnLaunch& launch) const {
+                                                 CudaFfnLaunch& launch) const {
   const std::optional<int64_t> gate_up_bytes =
       CheckedSizeProduct({num_rows, 2, shape_.intermediate_size, int64_t{sizeof(float)}});
   if (!gate_up_bytes) {
@@ -198,31 +185,16 @@ absl::Status CudaExpertKernels::PlanIntermediate(const GroupedFfnParams& params,
   CudaGatedActivationParams& activation = launch.activation;
   activation.gate_up = *gate_up_rows;
   activation.gate_up_dtype = DType::kFloat32;
+  activation.layout.num_rows = num_rows;
+  activation.layout.num_local_experts = shape_.num_local_experts;
+  activation.layout.max_rows_per_expert = gate_up.max_rows_per_expert;
+  if (launch.masked) activation.layout.expert_num_tokens = gate_up.expert_num_tokens;
   activation.intermediate_size = shape_.intermediate_size;
   activation.activation = ActivationOf(shape_.activation);
   activation.alpha = shape_.swiglu_alpha;
   activation.limit = shape_.swiglu_limit;
   activation.output = *intermediate;
   activation.output_dtype = params.activation_dtype;
-  return absl::OkStatus();
-}
-
-absl::Status CudaExpertKernels::PlanLayout(const GroupedFfnParams& params, int64_t num_rows,
-                                           FfnLaunch& launch) const {
-  RowLayout& layout = launch.activation.layout;
-  layout.num_rows = num_rows;
-  layout.num_local_experts = shape_.num_local_experts;
-  if (params.format != ActivationFormat::kBatched || launch.gate_up.fuse_silu_mul) {
-    return absl::OkStatus();
-  }
-  layout.max_rows_per_expert = params.max_rows_per_expert;
-  launch.layout_upload = std::make_shared<CudaUpload>(allocators_);
-  CudaUpload& upload = *launch.layout_upload;
-  const int64_t at =
-      upload.Reserve(static_cast<int64_t>(launch.expert_num_tokens.size() * sizeof(int32_t)));
-  if (absl::Status status = upload.Allocate(); !status.ok()) return status;
-  upload.Fill<int32_t>(at, launch.expert_num_tokens);
-  layout.expert_num_tokens = upload.device<int32_t>(at);
   return absl::OkStatus();
 }
 

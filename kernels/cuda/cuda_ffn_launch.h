@@ -1,0 +1,30 @@
+#ifndef EXPERTMESH_KERNELS_CUDA_CUDA_FFN_LAUNCH_H_
+#define EXPERTMESH_KERNELS_CUDA_CUDA_FFN_LAUNCH_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "kernels/cuda/gated_activation.h"
+#include "kernels/cuda/grouped_gemm.h"
+
+namespace expertmesh {
+
+// The kernels of one grouped FFN, in the order of their launches. Memory is on the device, but for
+// expert_offsets of the contiguous format.
+struct CudaFfnLaunch {
+  // The batched format alone, with expert_num_tokens on the device: nothing that the host decides
+  // depends on them.
+  bool masked = false;
+  CudaGroupedGemmParams gate_up;
+  CudaGatedActivationParams activation;  // unless gate_up does it
+  CudaGroupedGemmParams down;
+};
+
+// Enqueues them; not blocking. Thread safe. The launch whose error it is stands in the status.
+absl::Status LaunchFfn(const CudaFfnLaunch& launch, cudaStream_t stream, int32_t device_index);
+
+}  // namespace expertmesh
+
+#endif  // EXPERTMESH_KERNELS_CUDA_CUDA_FFN_LAUNCH_H_
