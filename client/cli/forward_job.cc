@@ -17,6 +17,7 @@
 #include "client/cli/wire_dtype.h"
 #include "client/forward_wire.h"
 #include "kernels/base/checked_math.h"
+#include "server/ops/few_of.h"
 
 ABSL_FLAG(std::string, model, "", "model name; empty: the only one served");
 ABSL_FLAG(int, layer, -1, "the checkpoint's own layer index; -1: the first layer that has experts");
@@ -294,14 +295,14 @@ absl::StatusOr<const v1::LayerInfo*> ChooseLayer(const v1::GetModelResponse& mod
         absl::StrCat("model ", model.model(), " has no layer with experts"));
   }
   if (index == -1) return &model.layers(0);
-  std::vector<int32_t> known;
+  std::vector<std::string> known;
   for (const v1::LayerInfo& layer : model.layers()) {
     if (layer.index() == index) return &layer;
-    known.push_back(layer.index());
+    known.push_back(absl::StrCat(layer.index()));
   }
   return absl::InvalidArgumentError(
       absl::StrCat("--layer=", index, " of model ", model.model(),
-                   " has no experts; layers that do: ", absl::StrJoin(known, ", ")));
+                   " has no experts; layers that do: ", FewOf(known)));
 }
 
 }  // namespace

@@ -10,12 +10,12 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "absl/types/span.h"
 #include "client/cli/flag_error.h"
 #include "server/model/safetensors_file.h"
 #include "server/model/safetensors_writer.h"
 #include "server/model/stored_dtype.h"
+#include "server/ops/few_of.h"
 
 namespace expertmesh {
 namespace {
@@ -46,14 +46,13 @@ absl::StatusOr<FileTensor> ReadSafetensors(const std::string& path, const std::s
     tensor = &tensors[0];
   }
   if (tensor == nullptr) {
-    const auto append_name = [](std::string* out, const SafetensorsTensor& each) {
-      absl::StrAppend(out, each.name);
-    };
+    std::vector<std::string> names;
+    for (const SafetensorsTensor& each : tensors) names.push_back(each.name);
     return absl::NotFoundError(
         absl::StrCat(path,
                      name.empty() ? ": name one of its tensors after a colon: "
                                   : absl::StrCat(": has no tensor ", name, "; it has "),
-                     absl::StrJoin(tensors, ", ", append_name)));
+                     FewOf(names)));
   }
   FileTensor result;
   result.shape = tensor->shape;

@@ -7,6 +7,7 @@
 #include "absl/types/span.h"
 #include "server/ops/call_error.h"
 #include "server/ops/duration_text.h"
+#include "server/ops/rank_text.h"
 #include "server/ops/shown_text.h"
 
 namespace expertmesh {
@@ -259,9 +260,9 @@ void Membership::Remove(int32_t ep_rank, const absl::Status& reason, bool has_le
   members_[ep_rank].reset();
   actions_.push_back(std::move(action));
   if (was_in_epoch) {
-    End(CallError(ErrorReason::kStepLost,
-                  has_left ? absl::StrCat("rank ", ep_rank, " left")
-                           : absl::StrCat("rank ", ep_rank, " was lost: ", reason.message())));
+    End(CallError(ErrorReason::kStepLost, has_left
+                                              ? absl::StrCat("rank ", ep_rank, " left")
+                                              : RankText(ep_rank, "was lost", reason.message())));
   }
 }
 
@@ -298,8 +299,8 @@ void Membership::EpochReady(uint64_t member_id, uint64_t epoch, const absl::Stat
   if (status.ok()) {
     members_[*rank]->state = MemberState::kActive;
   } else {
-    End(absl::Status(status.code(), absl::StrCat("rank ", *rank, " could not form epoch ", epoch,
-                                                 ": ", status.message())));
+    End(absl::Status(status.code(), RankText(*rank, absl::StrCat("could not form epoch ", epoch),
+                                             status.message())));
   }
   Advance();
 }

@@ -156,7 +156,8 @@ absl::StatusOr<GroupStepResult> RemoteExpertGroup::FinishOnRanks(
   // that the epoch has ended (ExpertGroup::RunStep), and whoever believes it waits for the next.
   if (absl::IsUnavailable(output_error) || absl::IsDeadlineExceeded(output_error)) {
     return absl::InternalError(
-        absl::StrCat("a rank lost its output of the step: ", output_error.ToString()));
+        absl::StrCat("a rank lost its output of the step: ",
+                     output_error.ToString(absl::StatusToStringMode::kWithNoExtraData)));
   }
   if (!output_error.ok()) return output_error;
   return result;

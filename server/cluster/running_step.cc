@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/ops/call_error.h"
+#include "server/ops/rank_text.h"
 
 namespace expertmesh {
 namespace {
@@ -19,8 +20,8 @@ void RunningStep::OnDone(int32_t ep_rank, absl::StatusOr<RankStepResult> result)
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!result.ok()) {
     absl::Status& error = IsPeersFault(result.status()) ? peers_error_ : own_error_;
-    error.Update(absl::Status(result.status().code(),
-                              absl::StrCat("rank ", ep_rank, ": ", result.status().message())));
+    error.Update(
+        absl::Status(result.status().code(), RankText(ep_rank, result.status().message())));
   }
   results_[ep_rank] = std::move(result);
   --num_missing_;

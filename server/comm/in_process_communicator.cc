@@ -7,6 +7,7 @@
 #include "server/comm/check_counts.h"
 #include "server/comm/in_process_exchange.h"
 #include "server/comm/operation_places.h"
+#include "server/ops/rank_text.h"
 
 namespace expertmesh {
 namespace {
@@ -71,8 +72,7 @@ class InProcessCommunicator : public Communicator {
   }
 
   void Abort(const absl::Status& reason) override {
-    exchange_->Break(absl::AbortedError(
-        absl::StrCat("rank ", ep_rank_, " aborted the communicator: ", reason.ToString())));
+    exchange_->Break(absl::AbortedError(RankText(ep_rank_, "aborted the communicator", reason)));
   }
 
   absl::Status status() const override { return exchange_->broken(); }
@@ -87,8 +87,8 @@ class InProcessCommunicator : public Communicator {
  private:
   // The peers wait for this rank's part, which will never come.
   absl::Status Refuse(const absl::Status& status) {
-    exchange_->Break(absl::DataLossError(
-        absl::StrCat("rank ", ep_rank_, " posted an invalid operation: ", status.message())));
+    exchange_->Break(
+        absl::DataLossError(RankText(ep_rank_, "posted an invalid operation", status.message())));
     return status;
   }
 

@@ -9,6 +9,7 @@
 #include "server/comm/operation_places.h"
 #include "server/comm/tcp_exchange.h"
 #include "server/comm/tcp_operation.h"
+#include "server/ops/rank_text.h"
 
 namespace expertmesh {
 namespace {
@@ -76,8 +77,7 @@ class TcpCommunicator : public Communicator {
   }
 
   void Abort(const absl::Status& reason) override {
-    exchange_->Break(absl::AbortedError(
-        absl::StrCat("rank ", ep_rank(), " aborted the communicator: ", reason.ToString())));
+    exchange_->Break(absl::AbortedError(RankText(ep_rank(), "aborted the communicator", reason)));
   }
 
   absl::Status status() const override { return exchange_->broken(); }
@@ -95,8 +95,8 @@ class TcpCommunicator : public Communicator {
 
   // The peers wait for this rank's part, which will never come.
   absl::Status Refuse(const absl::Status& status) {
-    exchange_->Break(absl::DataLossError(
-        absl::StrCat("rank ", ep_rank(), " posted an invalid operation: ", status.message())));
+    exchange_->Break(
+        absl::DataLossError(RankText(ep_rank(), "posted an invalid operation", status.message())));
     return status;
   }
 

@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "absl/strings/str_cat.h"
+#include "server/ops/rank_text.h"
 #include "server/ops/start_thread.h"
 
 namespace expertmesh {
@@ -317,8 +318,7 @@ bool TcpExchange::AdvanceLink(int32_t rank) {
     if (link.left) {
       BreakLocked(loss_);
     } else {
-      Lose(absl::UnavailableError(absl::StrCat("rank ", rank, " is lost: ", status.message())),
-           kPatienceForReason);
+      Lose(absl::UnavailableError(RankText(rank, "is lost", status.message())), kPatienceForReason);
     }
   };
   bool moved = false;

@@ -22,6 +22,7 @@
 #include "kernels/base/steady_now.h"
 #include "server/comm/socket_address.h"
 #include "server/ops/logging.h"
+#include "server/ops/rank_text.h"
 
 namespace expertmesh {
 namespace {
@@ -158,9 +159,8 @@ class MeshConnector {
       if (rank == params_.ep_rank) continue;
       const absl::StatusOr<std::string> value = params_.store->Get(Key(rank), params_.deadline);
       if (!value.ok()) {
-        return absl::Status(
-            value.status().code(),
-            absl::StrCat("rank ", rank, " did not come: ", value.status().message()));
+        return absl::Status(value.status().code(),
+                            RankText(rank, "did not come", value.status().message()));
       }
       const std::vector<std::string> parts = absl::StrSplit(*value, ' ');
       int32_t port = 0;

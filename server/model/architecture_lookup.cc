@@ -5,6 +5,8 @@
 #include "absl/strings/str_split.h"
 #include "server/model/architectures.h"
 #include "server/model/printable.h"
+#include "server/ops/command_line.h"
+#include "server/ops/few_of.h"
 
 namespace expertmesh {
 namespace {
@@ -104,11 +106,14 @@ absl::StatusOr<Architecture> ParseArchitecture(absl::string_view text) {
     for (const Member& candidate : members) {
       if (candidate.first == assignment.first) member = candidate.second;
     }
+    std::vector<std::string> names;
+    for (const Member& candidate : members) names.emplace_back(candidate.first);
+    const std::string closest = ClosestName(std::string(assignment.first), names);
     if (member == nullptr || parts[i].find('=') == absl::string_view::npos) {
       return absl::InvalidArgumentError(absl::StrCat(
-          "--architecture has ", Printable(parts[i]), "; expected member=value with one of ",
-          absl::StrJoin(members, ", ",
-                        [](std::string* out, const Member& m) { absl::StrAppend(out, m.first); })));
+          "--architecture has ", Printable(parts[i]), "; expected member=value, the member ",
+          closest.empty() ? absl::StrCat("one of ", FewOf(names)) : closest,
+          " (server/model/README.md says how it is done)"));
     }
     *member = std::string(assignment.second);
   }

@@ -12,6 +12,7 @@
 #include "server/comm/tcp_communicator.h"
 #include "server/ops/call_error.h"
 #include "server/ops/logging.h"
+#include "server/ops/rank_text.h"
 #include "server/rpc/expert_rank_impl.h"
 #include "server/rpc/forward_encoder.h"
 #include "server/rpc/status_mapping.h"
@@ -214,10 +215,9 @@ grpc::ByteBuffer ExpertRank::Impl::RunStep(ReceivedSlice received, ComputeTurns:
     CheckDevice();
     result = StatusForLink(result.status());
   } else if (!received.shard_status.ok()) {
-    result->output_error =
-        CallError(ErrorReason::kBuffersExhausted,
-                  absl::StrCat("rank ", engine.ep_rank(),
-                               " had no memory for its tokens: ", received.shard_status.message()));
+    result->output_error = CallError(ErrorReason::kBuffersExhausted,
+                                     RankText(engine.ep_rank(), "had no memory for its tokens",
+                                              received.shard_status.message()));
   }
   absl::StatusOr<grpc::ByteBuffer> message = EncodeStepResult(header, hidden_size, result);
   if (!message.ok()) {

@@ -7,6 +7,7 @@
 #include "kernels/base/steady_now.h"
 #include "kernels/base/step_arena.h"
 #include "server/ops/call_error.h"
+#include "server/ops/rank_text.h"
 #include "server/rpc/forward_encoder.h"
 #include "server/rpc/status_mapping.h"
 
@@ -72,8 +73,7 @@ void RankStream::RunStep(StepSlice slice, TokenShard shard, absl::Time deadline,
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (end_.has_value()) {
-      error = CallError(ErrorReason::kStepLost,
-                        absl::StrCat("rank ", ep_rank(), " is gone: ", end_->message()));
+      error = CallError(ErrorReason::kStepLost, RankText(ep_rank(), "is gone", end_->message()));
     } else {
       PendingStep& pending = pending_[slice.header.step];
       pending.header = slice.header;
@@ -293,8 +293,8 @@ void RankStream::End(const absl::Status& reason) {
     end_ = reason;
     pending.swap(pending_);
   }
-  const absl::Status lost = CallError(
-      ErrorReason::kStepLost, absl::StrCat("rank ", ep_rank(), " is gone: ", reason.message()));
+  const absl::Status lost =
+      CallError(ErrorReason::kStepLost, RankText(ep_rank(), "is gone", reason.message()));
   for (auto& [step, given_up] : pending) given_up.done(lost);
   if (const uint64_t member_id = member_id_; member_id != 0) {
     group_->OnStreamEnded(member_id, reason);

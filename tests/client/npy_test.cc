@@ -1,10 +1,14 @@
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <cstdio>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "client/cli/tensor_file.h"
+#include "server/model/safetensors_writer.h"
 
 namespace expertmesh {
 namespace {
@@ -79,6 +83,24 @@ TEST(NpyTest, WhatCannotBeWrittenIsKnownBefore) {
             "/tmp/y.foo: must end with .npy or .safetensors");
   EXPECT_EQ(CanWriteTensorFile("/no/such/folder/y.npy", DType::kFloat32).message(),
             "/no/such/folder/y.npy: there is no folder /no/such/folder");
+}
+
+TEST(TensorFileTest, OfManyTensorsOnlyAFewAreNamed) {
+  const std::string path = absl::StrCat(testing::TempDir(), "/many.", getpid(), ".safetensors");
+  const float value = 1;
+  std::vector<SafetensorsToWrite> tensors;
+  for (int i = 100; i < 1100; ++i) {
+    tensors.push_back({{absl::StrCat("experts.", i), StoredDType::kF32, {1}},
+                       {reinterpret_cast<const std::byte*>(&value), sizeof(value)}});
+  }
+  ASSERT_TRUE(WriteSafetensors(path, tensors).ok());
+  EXPECT_TRUE(ReadTensorFile(path + ":experts.100").ok());
+  for (const char* name : {"", ":experts.99"}) {
+    const std::string message(ReadTensorFile(path + name).status().message());
+    EXPECT_NE(message.find(" experts.100, experts.101, "), std::string::npos) << message;
+    EXPECT_NE(message.find(" and 992 more"), std::string::npos) << message;
+  }
+  std::remove(path.c_str());
 }
 
 TEST(NpyTest, NumPyHasNoBFloat16) {

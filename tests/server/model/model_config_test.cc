@@ -223,7 +223,11 @@ TEST(ModelConfigTest, MapsAnArchitectureByHand) {
   EXPECT_THAT(ErrorOf(json, "Foo"),
               HasSubstr("--architecture begins with 'Foo'; expected one of MixtralForCausalLM"));
   EXPECT_THAT(ErrorOf(json, "MixtralForCausalLM,colour=red"),
-              AllOf(HasSubstr("--architecture has 'colour=red'"), HasSubstr("tensors.down")));
+              AllOf(HasSubstr("--architecture has 'colour=red'"),
+                    HasSubstr("one of name, config_section, layer_prefix, keys.num_layers"),
+                    HasSubstr("and 29 more")));
+  EXPECT_THAT(ErrorOf(json, "MixtralForCausalLM,tensors.ruoter=x"),
+              HasSubstr("expected member=value, the member tensors.router ("));
   EXPECT_THAT(ErrorOf(json, "MixtralForCausalLM,tensors.down"), HasSubstr("expected member=value"));
 }
 
