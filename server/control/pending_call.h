@@ -1,6 +1,7 @@
 #ifndef EXPERTMESH_SERVER_CONTROL_PENDING_CALL_H_
 #define EXPERTMESH_SERVER_CONTROL_PENDING_CALL_H_
 
+#include <chrono>
 #include <compare>
 #include <cstdint>
 #include <list>
@@ -55,6 +56,8 @@ struct PendingCall {
   std::vector<int32_t> routed_ids;
   std::vector<float> routed_weights;
   int64_t num_done_tokens = 0;
+  int32_t num_running_steps = 0;                        // of its own
+  std::chrono::steady_clock::time_point counted_until;  // end of the last one, which is in `result`
   ForwardResult result;
 
   // Guarded by the controller's mutex.

@@ -298,15 +298,15 @@ void StepController::RouteBatch(StepBatch& batch, StepRecord& record, Aftermath&
     PendingCall& call = *piece.call;
     if (!batch.is_assigned) {
       piece.num_tokens = std::min(piece.num_tokens, num_tokens_left);
-      const int64_t micros_before = call.result.timings.route_micros;
-      absl::Status status = runner_.Route(call, piece.first_token + piece.num_tokens);
-      if (!status.ok()) {
+      const absl::StatusOr<int64_t> route_micros =
+          runner_.Route(call, piece.first_token + piece.num_tokens);
+      if (!route_micros.ok()) {
         std::lock_guard<std::mutex> lock(mutex_);
-        Complete(piece.call, std::move(status), after);
+        Complete(piece.call, route_micros.status(), after);
         Unpin(piece.call, after);
         continue;
       }
-      record.route_micros += call.result.timings.route_micros - micros_before;
+      record.route_micros += *route_micros;
       num_tokens_left -= piece.num_tokens;
     }
     routed.push_back(std::move(piece));

@@ -39,10 +39,22 @@ std::vector<RoutingSegment> Segments(absl::Span<const StepPiece> pieces) {
   return segments;
 }
 
-void AddTimings(const StepTimings& timings, StepTimings& sum) {
-  sum.dispatch_micros += timings.dispatch_micros;
-  sum.compute_micros += timings.compute_micros;
-  sum.combine_micros += timings.combine_micros;
+// Of a step's time, what no earlier step of the call, on another lane, had as well.
+double UncountedShare(std::chrono::steady_clock::time_point begin,
+                      std::chrono::steady_clock::time_point end, const PendingCall& call) {
+  if (call.counted_until <= begin) return 1;
+  return std::chrono::duration<double>(end - call.counted_until) /
+         std::chrono::duration<double>(end - begin);
+}
+
+int64_t Scaled(int64_t micros, double share) {
+  return share == 1 ? micros : static_cast<int64_t>(static_cast<double>(micros) * share);
+}
+
+void AddTimings(const StepTimings& timings, double share, StepTimings& sum) {
+  sum.dispatch_micros += Scaled(timings.dispatch_micros, share);
+  sum.compute_micros += Scaled(timings.compute_micros, share);
+  sum.combine_micros += Scaled(timings.combine_micros, share);
 }
 
 // rpc/ has checked ids and sizes, so what planning refuses is the caller's choice of a strategy.
@@ -73,17 +85,17 @@ int64_t CountPairs(absl::Span<const StepPiece> pieces) {
   return pairs;
 }
 
-absl::Status StepRunner::Route(PendingCall& pending, int64_t num_tokens) const {
+absl::StatusOr<int64_t> StepRunner::Route(PendingCall& pending, int64_t num_tokens) const {
   const ForwardCall& call = *pending.call;
   if (call.routing == RoutingKind::kTopK) {
     pending.topk = call.topk;
     pending.topk_ids = reinterpret_cast<const int32_t*>(call.topk_ids.data());
     pending.topk_weights = reinterpret_cast<const float*>(call.topk_weights.data());
     pending.num_routed_tokens = call.num_tokens;
-    return absl::OkStatus();
+    return 0;
   }
   const int64_t first = pending.num_routed_tokens;
-  if (first >= num_tokens) return absl::OkStatus();
+  if (first >= num_tokens) return 0;
   const int64_t count = num_tokens - first;
   const Stopwatch stopwatch;
   pending.topk = call.layer->topk;
@@ -97,9 +109,10 @@ absl::Status StepRunner::Route(PendingCall& pending, int64_t num_tokens) const {
   if (!status.ok()) return status;
   pending.topk_ids = pending.routed_ids.data();
   pending.topk_weights = pending.routed_weights.data();
-  pending.result.timings.route_micros += stopwatch.Micros();
   pending.num_routed_tokens = num_tokens;
-  return absl::OkStatus();
+  const int64_t micros = stopwatch.Micros();
+  if (pending.num_running_steps == 0) pending.result.timings.route_micros += micros;
+  return micros;
 }
 
 int64_t StepRunner::CountFittingTokens(absl::Span<const StepPiece> pieces,
@@ -207,12 +220,14 @@ StepOutcome StepRunner::Start(const StepBatch& batch, bool has_follower, absl::T
     return outcome;
   }
   started.flight = *std::move(flight);
+  for (const StepPiece& piece : batch.pieces) ++piece.call->num_running_steps;
   return outcome;
 }
 
 StepOutcome StepRunner::Finish(const StepBatch& batch, StartedStep started, bool keep_outputs,
                                StepRecord& record) {
   absl::StatusOr<GroupStepResult> result = started.flight->Finish();
+  for (const StepPiece& piece : batch.pieces) --piece.call->num_running_steps;
   if (keep_outputs || !result.ok()) return Conclude(batch, started, std::move(result), record);
   StepOutcome outcome = Fail(absl::UnavailableError("a step before it was lost"), record);
   outcome.was_started = false;
@@ -221,9 +236,9 @@ StepOutcome StepRunner::Finish(const StepBatch& batch, StartedStep started, bool
 
 StepOutcome StepRunner::Conclude(const StepBatch& batch, const StartedStep& started,
                                  absl::StatusOr<GroupStepResult> result, StepRecord& record) {
-  record.run_micros = std::chrono::duration_cast<std::chrono::microseconds>(
-                          std::chrono::steady_clock::now() - started.started_at)
-                          .count();
+  const std::chrono::steady_clock::time_point now = std::chrono::steady_clock::now();
+  record.run_micros =
+      std::chrono::duration_cast<std::chrono::microseconds>(now - started.started_at).count();
   if (!result.ok()) return Fail(result.status(), record);
   absl::Status stitched =
       StitchOutputs(batch.pieces, started.shard_offsets, result->shards, held_outputs_);
@@ -240,8 +255,11 @@ StepOutcome StepRunner::Conclude(const StepBatch& batch, const StartedStep& star
     call.result.epoch = started.header.epoch;
     call.result.last_step = started.header.step;
     call.result.strategy = record.strategy;
-    call.result.timings.plan_micros += record.plan_micros;
-    AddTimings(result->timings, call.result.timings.step);
+    const double share = UncountedShare(
+        started.started_at - std::chrono::microseconds(record.plan_micros), now, call);
+    call.counted_until = now;
+    call.result.timings.plan_micros += Scaled(record.plan_micros, share);
+    AddTimings(result->timings, share, call.result.timings.step);
     ++call.result.stats.num_steps;
     call.result.stats.step_tokens += record.num_tokens;
     AddPairStats(piece, call.result.stats);

@@ -43,14 +43,16 @@ class StepRunner {
         held_outputs_(max_shared_output_bytes) {}
 
   // Fills the call's topk_ids and topk_weights of its first `num_tokens` tokens, where that has not
-  // been done. Errors are the call's own.
-  absl::Status Route(PendingCall& call, int64_t num_tokens) const;
+  // been done. Gives the microseconds that it took; the call's result has those in which no step of
+  // the call runs. Errors are the call's own.
+  absl::StatusOr<int64_t> Route(PendingCall& call, int64_t num_tokens) const;
 
   // How many of the pieces' first tokens fit one step. Of the limits, max_num_tokens is set here.
   int64_t CountFittingTokens(absl::Span<const StepPiece> pieces, StepLimits limits) const;
 
-  // On success the pieces' calls have their outputs, timings and stats of these tokens added. Fills
-  // the record but for what it says of queueing and routing.
+  // On success the pieces' calls have their outputs, timings and stats of these tokens added; of
+  // the timings the share in which no earlier step of the call ran. Fills the record but for what
+  // it says of queueing and routing.
   StepOutcome Run(const StepBatch& batch, bool on_caller, absl::Duration step_timeout,
                   StepRecord& record);
 

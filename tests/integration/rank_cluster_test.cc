@@ -57,6 +57,37 @@ TEST(RankClusterTest, BytesAreThoseOfOneProcess) {
   }
 }
 
+TEST(RankClusterTest, StagesOfStepsThatOverlapAddUpToAtMostTheTotal) {
+  const auto cluster =
+      RankCluster::Start({.checkpoint = kRankCheckpoint,
+                          .ep_size = 2,
+                          .control_args = {"--max_step_tokens=1024", "--lanes=3"}});
+  ASSERT_NE(cluster, nullptr);
+  const auto model = cluster->control().GetModel("");
+  ASSERT_TRUE(model.ok()) << model.status();
+  const v1::LayerInfo& layer = model->layers(0);
+  constexpr int64_t kNumTokens = 8192;
+  v1::ForwardRequest request;
+  request.set_layer(layer.index());
+  request.mutable_server_gate();
+  v1::Tensor* hidden = request.mutable_hidden_states();
+  hidden->set_dtype(v1::DATA_TYPE_FLOAT32);
+  hidden->add_shape(kNumTokens);
+  hidden->add_shape(model->hidden_size());
+  hidden->mutable_data()->resize(4 * kNumTokens * model->hidden_size());
+  for (int attempt = 0; attempt < 5; ++attempt) {
+    const CallOutcome outcome = cluster->control().Forward(request);
+    ASSERT_TRUE(outcome.ok()) << outcome;
+    EXPECT_EQ(outcome.response.served_by().num_steps(), kNumTokens / 1024);
+    const v1::Timings& timings = outcome.response.timings();
+    EXPECT_GT(timings.compute_micros(), 0);
+    EXPECT_LE(timings.queue_micros() + timings.route_micros() + timings.plan_micros() +
+                  timings.dispatch_micros() + timings.compute_micros() + timings.combine_micros(),
+              timings.total_micros())
+        << timings.ShortDebugString();
+  }
+}
+
 // By given logits or the server's gate, with a rule that has groups and a correction bias.
 TEST(RankClusterTest, RanksThatRouteGiveTheBytesOfOneProcess) {
   constexpr char kWithBias[] = "tests/golden/deepseek_v3";

@@ -324,6 +324,26 @@ TEST_F(StepControllerTest, StatsAndTimingsAreTheCallsOwn) {
   EXPECT_TRUE(other.answer->Wait()->stats.tokens_per_expert.empty());
 }
 
+TEST_F(StepControllerTest, TimeInWhichStepsOfACallOverlapCountsOnce) {
+  options.max_step_tokens = 4;
+  options.lanes = 2;
+  group.lanes = 2;
+  Start();
+  TestCall large = MakeCall({.num_tokens = 8});
+  Submit(large);
+  ExpectExact(large);
+  const ForwardResult& result = *large.answer->Wait();
+  EXPECT_EQ(result.stats.num_steps, 2);
+  ASSERT_EQ(group.num_overlaps(), 1);
+  // A step's own are 1, 2 and 3; of the second one a part was the first one's time.
+  const StepTimings& timings = result.timings.step;
+  EXPECT_EQ(timings.dispatch_micros, 1);
+  EXPECT_GE(timings.compute_micros, 2);
+  EXPECT_LT(timings.compute_micros, 4);
+  EXPECT_GE(timings.combine_micros, 3);
+  EXPECT_LT(timings.combine_micros, 6);
+}
+
 TEST_F(StepControllerTest, ASplitCallQueuesUntilItsFirstStepAlone) {
   options.max_step_tokens = 4;
   group.script = [this](const GroupStep&, int number) {
