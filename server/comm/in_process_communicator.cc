@@ -12,6 +12,10 @@
 namespace expertmesh {
 namespace {
 
+absl::Status AbortedBy(int32_t ep_rank, const absl::Status& reason) {
+  return absl::AbortedError(RankText(ep_rank, "aborted the communicator", reason));
+}
+
 class InProcessCommunicator : public Communicator {
  public:
   InProcessCommunicator(std::shared_ptr<InProcessExchange> exchange, int32_t ep_rank)
@@ -19,6 +23,7 @@ class InProcessCommunicator : public Communicator {
 
   ~InProcessCommunicator() override {
     exchange_->Break(absl::UnavailableError(absl::StrCat("rank ", ep_rank_, " has left")));
+    exchange_->WaitForCopies();
   }
 
   int32_t ep_rank() const override { return ep_rank_; }
@@ -72,8 +77,11 @@ class InProcessCommunicator : public Communicator {
   }
 
   void Abort(const absl::Status& reason) override {
-    exchange_->Break(absl::AbortedError(RankText(ep_rank_, "aborted the communicator", reason)));
+    Break(reason);
+    exchange_->WaitForCopies();
   }
+
+  void Break(const absl::Status& reason) override { exchange_->Break(AbortedBy(ep_rank_, reason)); }
 
   absl::Status status() const override { return exchange_->broken(); }
 
@@ -102,6 +110,14 @@ class InProcessCommunicator : public Communicator {
     absl::Status status = stream.Enqueue([exchange = exchange_, ep_rank = ep_rank_, place, call] {
       return exchange->Arrive(ep_rank, place, call);
     });
+    // A stream that has failed drops its work, and whoever would wait for it and abort may be
+    // waiting for a peer's stream first, which waits for this rank.
+    const Event arrived;
+    arrived.OnDone([exchange = exchange_, ep_rank = ep_rank_, arrived] {
+      const absl::Status failed = arrived.status();
+      if (!failed.ok()) exchange->Break(AbortedBy(ep_rank, failed));
+    });
+    status.Update(stream.Record(arrived));
     status.Update(stream.WaitFor(call.done));
     return status;
   }

@@ -190,13 +190,17 @@ void InProcessExchange::Break(const absl::Status& status) {
   std::vector<Event> finished;
   absl::Status broken;
   {
-    std::unique_lock<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     if (broken_.ok()) broken_ = status;
     broken = broken_;
-    no_copy_.wait(lock, [this] { return num_copying_ == 0; });
     TakeBrokenEvents(&finished);
   }
   for (Event& event : finished) event.Signal(broken);
+}
+
+void InProcessExchange::WaitForCopies() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  no_copy_.wait(lock, [this] { return num_copying_ == 0; });
 }
 
 }  // namespace expertmesh

@@ -51,8 +51,10 @@ class InProcessExchange {
   // if the exchange is broken; then nothing was touched.
   absl::Status Arrive(int32_t ep_rank, OperationPlace place, const Call& call);
 
-  // Breaks the exchange, if it is whole, with `status`; returns when no copy is running any more.
+  // Breaks the exchange, if it is whole, with `status`. Does not wait for copies that are running.
   void Break(const absl::Status& status);
+  // After Break: returns when no copy is running any more.
+  void WaitForCopies();
 
  private:
   struct Participant {
