@@ -46,12 +46,26 @@ absl::Status CheckExpertLayerShape(const ExpertLayerShape& shape) {
         "expert layer of ", shape.num_local_experts, " experts, hidden_size ", shape.hidden_size,
         ", intermediate_size ", shape.intermediate_size, ": sizes must be at least 1"));
   }
+  if (shape.weight_dtype == DType::kFloat8E4M3) {
+    // Else a block would hold rows of the gate and of the up, whose scales are two.
+    if (shape.intermediate_size % kFloat8ScaleBlock == 0) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat("intermediate_size ", shape.intermediate_size,
+                     " with float8_e4m3 weights: ", "expected a multiple of ", kFloat8ScaleBlock));
+  }
   if (!IsActivationDType(shape.weight_dtype)) {
     return absl::InvalidArgumentError(
         absl::StrCat("weight dtype ", std::string(DTypeName(shape.weight_dtype)),
-                     ": expert kernels hold float32, float16 and bfloat16"));
+                     ": expert kernels hold float32, float16, bfloat16 and float8_e4m3"));
   }
   return absl::OkStatus();
+}
+
+int64_t Float8ScalesPerMatrix(const ExpertLayerShape& shape) {
+  if (shape.weight_dtype != DType::kFloat8E4M3) return 0;
+  const int64_t hidden_blocks =
+      shape.hidden_size / kFloat8ScaleBlock + (shape.hidden_size % kFloat8ScaleBlock != 0 ? 1 : 0);
+  return hidden_blocks * (shape.intermediate_size / kFloat8ScaleBlock);
 }
 
 absl::Status CheckExpertWeights(int32_t local_expert_id, const ExpertWeights& weights,
@@ -65,6 +79,16 @@ absl::Status CheckExpertWeights(int32_t local_expert_id, const ExpertWeights& we
     if (matrix->data == nullptr) {
       return absl::InvalidArgumentError(
           absl::StrCat("local expert ", local_expert_id, " has no ", name, " matrix"));
+    }
+  }
+  const bool is_float8 = shape.weight_dtype == DType::kFloat8E4M3;
+  for (const auto& [scales, name] :
+       {std::pair{weights.gate_scales, "gate"}, std::pair{weights.up_scales, "up"},
+        std::pair{weights.down_scales, "down"}}) {
+    if (is_float8 != (scales != nullptr)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("local expert ", local_expert_id, is_float8 ? " has no " : " has ", name,
+                       " scales, its weights are ", std::string(DTypeName(shape.weight_dtype))));
     }
   }
   return absl::OkStatus();

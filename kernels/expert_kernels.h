@@ -23,12 +23,17 @@ enum class Activation : uint8_t {
   kClampedSwiGlu,
 };
 
+// Rows and columns of a float8 weight, and columns of a row, that share one scale.
+inline constexpr int64_t kFloat8ScaleBlock = 128;
+
 // The experts of one layer on one rank.
 struct ExpertLayerShape {
   int32_t num_local_experts = 0;
-  int64_t hidden_size = 0;               // H >= 1
-  int64_t intermediate_size = 0;         // I >= 1
-  DType weight_dtype = DType::kInvalid;  // as packed: float32, float16 or bfloat16
+  int64_t hidden_size = 0;        // H >= 1
+  int64_t intermediate_size = 0;  // I >= 1; with float8 a multiple of kFloat8ScaleBlock
+  // As packed: float32, float16, bfloat16, or float8_e4m3 with block scales, which not all
+  // implementations take (the CPU's do not).
+  DType weight_dtype = DType::kInvalid;
   Activation activation = Activation::kSiluMul;
   float swiglu_alpha = 1.702f;  // kClampedSwiGlu alone
   float swiglu_limit = 7.0f;    // kClampedSwiGlu alone
@@ -50,7 +55,16 @@ struct ExpertWeights {
   const float* gate_bias = nullptr;  // [I] or null
   const float* up_bias = nullptr;    // [I] or null
   const float* down_bias = nullptr;  // [H] or null
+  // With float8 alone, else null; not kept. Row-major without gaps, a scale for each block of 128 x
+  // 128, those at the lower and right edges smaller: weight = element * scale.
+  const float* gate_scales = nullptr;  // [I / 128, ceil(H / 128)]
+  const float* up_scales = nullptr;    // [I / 128, ceil(H / 128)]
+  const float* down_scales = nullptr;  // [ceil(H / 128), I / 128]
 };
+
+// Elements of each of the three scale arrays; 0 unless weight_dtype is float8. The shape must have
+// passed CheckExpertLayerShape, and hidden_size * intermediate_size fit 64 bits.
+int64_t Float8ScalesPerMatrix(const ExpertLayerShape& shape);
 
 enum class ActivationFormat : uint8_t {
   kContiguous,  // [num_rows, hidden_size], rows sorted by local expert, expert_offsets
@@ -79,6 +93,15 @@ struct GroupedFfnParams {
 // intermediate rows rounded once to activation_dtype, output in float32 unrounded. The K order of
 // each sum depends on the weight's shape and the instruction set alone: a row's bytes never depend
 // on how many rows there are or which rows stand beside it.
+//
+// With float8 weights rows are quantized, too, as the model was trained (DeepSeek-V3, arXiv:
+// 2412.19437, section 3.3): each row by itself, in blocks of 128 columns, with a = max(max |x|,
+// 1e-10) of the block
+//   scale = a / 448        element = e4m3(x * (448 / a)), to nearest, ties to even
+// Products of elements are summed in float32 over a block of K; block sums times both scales are
+// added in float32. Activation in float32; its result is quantized like a row, straight from
+// float32. That is what activation_dtype has no part in. Output in float32 unrounded. A value that
+// is not finite makes its own row's output undefined, and no other row's.
 class ExpertKernels {
  public:
   struct Capabilities {

@@ -97,6 +97,11 @@ std::vector<float> PadBias(const float* bias, int64_t count, int64_t padded_coun
 absl::StatusOr<std::unique_ptr<PackedExperts>> PackedExperts::Create(
     const ExpertLayerShape& shape) {
   if (absl::Status status = CheckExpertLayerShape(shape); !status.ok()) return status;
+  if (!IsActivationDType(shape.weight_dtype)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("weight dtype ", std::string(DTypeName(shape.weight_dtype)),
+                     ": the CPU's expert kernels hold float32, float16 and bfloat16"));
+  }
   std::unique_ptr<PackedExperts> experts(new PackedExperts(shape));
   experts->num_gate_up_panels_ = CeilDivide(shape.intermediate_size, kPanelHalf);
   experts->num_down_panels_ = CeilDivide(shape.hidden_size, kPanelColumns);

@@ -17,6 +17,7 @@ namespace {
 
 // What an arena aligns to less than.
 constexpr int64_t kWorkspaceAlignment = 256;
+static_assert(kFloat8ScaleBlock == kGemmScaleBlock && kFloat8ScaleBlock == kQuantizeBlock);
 
 CudaActivation ActivationOf(Activation activation) {
   switch (activation) {
@@ -87,6 +88,11 @@ class CudaExpertKernels : public ExpertKernels {
   // Memory of the intermediate rows, and who fills it.
   absl::Status PlanIntermediate(const GroupedFfnParams& params, int64_t num_rows,
                                 CudaFfnLaunch& launch) const;
+  // After it, with float8 weights: memory of the quantized rows, and the scales of all.
+  absl::Status PlanFloat8(const GroupedFfnParams& params, CudaFfnLaunch& launch) const;
+  DType IntermediateDType(const GroupedFfnParams& params) const {
+    return shape_.weight_dtype == DType::kFloat8E4M3 ? DType::kFloat8E4M3 : params.activation_dtype;
+  }
 
   const ExpertLayerShape shape_;
   Capabilities capabilities_;
@@ -148,6 +154,9 @@ absl::StatusOr<std::unique_ptr<FfnCall>> CudaExpertKernels::Plan(
   down.bias = weights_->w2_bias();
   down.output = params.output;
   down.output_dtype = DType::kFloat32;
+  if (shape_.weight_dtype == DType::kFloat8E4M3) {
+    if (absl::Status status = PlanFloat8(params, launch); !status.ok()) return status;
+  }
   return call;
 }
 
@@ -161,7 +170,7 @@ absl::Status CudaExpertKernels::PlanIntermediate(const GroupedFfnParams& params,
   }
   const int64_t workspace_bytes = GroupedGemmWorkspaceBytes(shape_.num_local_experts);
   absl::StatusOr<std::byte*> intermediate = params.arena->Allocate(
-      num_rows * shape_.intermediate_size * DTypeBytes(params.activation_dtype));
+      num_rows * shape_.intermediate_size * DTypeBytes(IntermediateDType(params)));
   if (!intermediate.ok()) return intermediate.status();
   absl::StatusOr<std::byte*> workspace =
       params.arena->Allocate(workspace_bytes + kWorkspaceAlignment);
@@ -194,7 +203,44 @@ absl::Status CudaExpertKernels::PlanIntermediate(const GroupedFfnParams& params,
   activation.alpha = shape_.swiglu_alpha;
   activation.limit = shape_.swiglu_limit;
   activation.output = *intermediate;
-  activation.output_dtype = params.activation_dtype;
+  activation.output_dtype = IntermediateDType(params);
+  return absl::OkStatus();
+}
+
+absl::Status CudaExpertKernels::PlanFloat8(const GroupedFfnParams& params,
+                                           CudaFfnLaunch& launch) const {
+  const RowLayout& layout = launch.activation.layout;
+  const std::optional<int64_t> row_bytes =
+      CheckedSizeProduct({layout.num_rows, shape_.hidden_size});
+  if (!row_bytes) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("quantized rows of ", layout.num_rows, " rows overflow 64 bits"));
+  }
+  absl::StatusOr<std::byte*> rows = params.arena->Allocate(*row_bytes);
+  if (!rows.ok()) return rows.status();
+  const auto scales_of = [&](int64_t num_columns) {
+    return params.arena->AllocateSpan<float>(
+        layout.num_rows * ((num_columns + kFloat8ScaleBlock - 1) / kFloat8ScaleBlock));
+  };
+  const absl::StatusOr<absl::Span<float>> row_scales = scales_of(shape_.hidden_size);
+  if (!row_scales.ok()) return row_scales.status();
+  const absl::StatusOr<absl::Span<float>> intermediate_scales = scales_of(shape_.intermediate_size);
+  if (!intermediate_scales.ok()) return intermediate_scales.status();
+  CudaQuantizeRowsParams& quantize = launch.quantize;
+  quantize.rows = params.rows;
+  quantize.rows_dtype = params.activation_dtype;
+  quantize.layout = layout;
+  quantize.hidden_size = shape_.hidden_size;
+  quantize.scheme = QuantizeScheme::kFloat8PerBlock;
+  quantize.output = *rows;
+  quantize.scales = row_scales->data();
+  launch.gate_up.rows = *rows;
+  launch.gate_up.row_scales = row_scales->data();
+  launch.gate_up.weight_scales = weights_->w13_scales();
+  launch.activation.output_scales = intermediate_scales->data();
+  launch.down.row_scales = intermediate_scales->data();
+  launch.down.weight_scales = weights_->w2_scales();
+  launch.gate_up.rows_dtype = launch.down.rows_dtype = DType::kFloat8E4M3;
   return absl::OkStatus();
 }
 

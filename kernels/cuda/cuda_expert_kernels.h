@@ -15,7 +15,9 @@ namespace expertmesh {
 // INVALID_ARGUMENT for the shape, RESOURCE_EXHAUSTED with what is needed and free. LoadExpert reads
 // back what it wrote (DATA_LOSS). Intermediate rows take intermediate_size values of the activation
 // dtype each, and 2 * intermediate_size float32 values where the activation is a kernel of its own
-// (all but silu of a multiple of 8 columns), from the step's arena.
+// (all but silu of a multiple of 8 columns), from the step's arena. With float8 weights: one byte
+// for each of hidden_size and intermediate_size, their scales, and the float32 values. A
+// hidden_size that is no multiple of 128 is taken with float8, but keeps w13 off the tensor cores.
 absl::StatusOr<std::unique_ptr<ExpertKernels>> NewCudaExpertKernels(
     const ExpertLayerShape& shape, const CudaAllocators& allocators,
     std::shared_ptr<CudaStreamPool> streams);

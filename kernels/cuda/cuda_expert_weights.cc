@@ -32,56 +32,81 @@ void PackRow(const WeightMatrix& matrix, int64_t row, int64_t num_columns, std::
   }
 }
 
-}  // namespace
+// Of the gates, the ups or the downs of all experts.
+struct MatrixBytes {
+  int64_t elements = 0;
+  int64_t scales = 0;
+  int64_t all() const { return 3 * (elements + scales); }
+};
 
-absl::StatusOr<int64_t> CudaExpertWeights::SizeBytes(const ExpertLayerShape& shape) {
+absl::StatusOr<MatrixBytes> BytesOf(const ExpertLayerShape& shape) {
   if (absl::Status status = CheckExpertLayerShape(shape); !status.ok()) return status;
-  const std::optional<int64_t> size_bytes =
-      CheckedSizeProduct({3, shape.num_local_experts, shape.hidden_size, shape.intermediate_size,
-                          DTypeBytes(shape.weight_dtype)});
-  if (!size_bytes) {
+  const std::optional<int64_t> per_expert = CheckedSizeProduct(
+      {3, shape.hidden_size, shape.intermediate_size, DTypeBytes(shape.weight_dtype)});
+  // Less than there are elements.
+  const int64_t scales_per_expert =
+      per_expert ? Float8ScalesPerMatrix(shape) * static_cast<int64_t>(sizeof(float)) : 0;
+  const std::optional<int64_t> elements =
+      CheckedSizeProduct({per_expert.value_or(-1), shape.num_local_experts});
+  const std::optional<int64_t> scales =
+      CheckedSizeProduct({3, scales_per_expert, shape.num_local_experts});
+  if (!elements || !scales || !CheckedAdd(*elements, *scales)) {
     return absl::ResourceExhaustedError(absl::StrCat(
         "weights of ", shape.num_local_experts, " experts, hidden_size ", shape.hidden_size,
         ", intermediate_size ", shape.intermediate_size, ": their size overflows 64 bits"));
   }
-  return *size_bytes;
+  return MatrixBytes{*elements / 3, *scales / 3};
+}
+
+}  // namespace
+
+absl::StatusOr<int64_t> CudaExpertWeights::SizeBytes(const ExpertLayerShape& shape) {
+  const absl::StatusOr<MatrixBytes> bytes = BytesOf(shape);
+  if (!bytes.ok()) return bytes.status();
+  return bytes->all();
 }
 
 absl::StatusOr<std::unique_ptr<CudaExpertWeights>> CudaExpertWeights::Create(
     const ExpertLayerShape& shape, const CudaAllocators& allocators,
     std::shared_ptr<CudaStreamPool> streams) {
-  absl::StatusOr<int64_t> size_bytes = SizeBytes(shape);
-  if (!size_bytes.ok()) return size_bytes.status();
+  const absl::StatusOr<MatrixBytes> bytes = BytesOf(shape);
+  if (!bytes.ok()) return bytes.status();
   std::unique_ptr<CudaExpertWeights> weights(
       new CudaExpertWeights(shape, allocators, std::move(streams)));
-  absl::StatusOr<Buffer> w13 = allocators.device->Allocate(*size_bytes / 3 * 2);
-  absl::StatusOr<Buffer> w2 =
-      w13.ok() ? allocators.device->Allocate(*size_bytes / 3) : w13.status();
-  if (!w2.ok()) {
-    size_t free_bytes = 0;
-    size_t total_bytes = 0;
-    // Only words of the message; the error stands already.
-    static_cast<void>(cudaMemGetInfo(&free_bytes, &total_bytes));
-    return absl::Status(
-        w2.status().code(),
-        absl::StrCat("weights of ", shape.num_local_experts, " experts, hidden_size ",
-                     shape.hidden_size, ", intermediate_size ", shape.intermediate_size, " in ",
-                     std::string(DTypeName(shape.weight_dtype)), " need ", *size_bytes,
-                     " bytes of the GPU's memory, of which ", free_bytes, " of ", total_bytes,
-                     " are free: ", w2.status().message()));
-  }
-  weights->w13_ = *std::move(w13);
-  weights->w2_ = *std::move(w2);
-  return weights;
+  absl::Status status;
+  const auto allocate = [&](int64_t size_bytes, Buffer* buffer) {
+    if (!status.ok() || size_bytes == 0) return;
+    absl::StatusOr<Buffer> memory = allocators.device->Allocate(size_bytes);
+    status = memory.status();
+    if (status.ok()) *buffer = *std::move(memory);
+  };
+  allocate(2 * bytes->elements, &weights->w13_);
+  allocate(bytes->elements, &weights->w2_);
+  allocate(2 * bytes->scales, &weights->w13_scales_);
+  allocate(bytes->scales, &weights->w2_scales_);
+  if (status.ok()) return weights;
+  size_t free_bytes = 0;
+  size_t total_bytes = 0;
+  // Only words of the message; the error stands already.
+  static_cast<void>(cudaMemGetInfo(&free_bytes, &total_bytes));
+  return absl::Status(
+      status.code(),
+      absl::StrCat("weights of ", shape.num_local_experts, " experts, hidden_size ",
+                   shape.hidden_size, ", intermediate_size ", shape.intermediate_size, " in ",
+                   std::string(DTypeName(shape.weight_dtype)), " need ", bytes->all(),
+                   " bytes of the GPU's memory, of which ", free_bytes, " of ", total_bytes,
+                   " are free: ", status.message()));
 }
 
 bool CudaExpertWeights::is_fused() const {
-  return shape_.activation == Activation::kSiluMul && shape_.intermediate_size % 8 == 0;
+  return shape_.activation == Activation::kSiluMul && shape_.intermediate_size % 8 == 0 &&
+         shape_.weight_dtype != DType::kFloat8E4M3;
 }
 
 int64_t CudaExpertWeights::size_bytes() const {
   const std::lock_guard<std::mutex> lock(bias_mutex_);
-  return w13_.size_bytes() + w2_.size_bytes() + w13_bias_.size_bytes() + w2_bias_.size_bytes();
+  return w13_.size_bytes() + w2_.size_bytes() + w13_scales_.size_bytes() + w2_scales_.size_bytes() +
+         w13_bias_.size_bytes() + w2_bias_.size_bytes();
 }
 
 absl::Status CudaExpertWeights::Load(int32_t local_expert_id, const ExpertWeights& weights) {
@@ -100,7 +125,9 @@ absl::Status CudaExpertWeights::Load(int32_t local_expert_id, const ExpertWeight
     return UploadVerified(upload, [&](int64_t first_row, int64_t count, std::byte* memory) {
       for (int64_t row = first_row; row < first_row + count; ++row) {
         const auto [matrix, matrix_row] = find_row(row);
-        if (element_bytes == 2) {
+        if (element_bytes == 1) {
+          PackRow<uint8_t>(*matrix, matrix_row, num_columns, memory);
+        } else if (element_bytes == 2) {
           PackRow<uint16_t>(*matrix, matrix_row, num_columns, memory);
         } else {
           PackRow<float>(*matrix, matrix_row, num_columns, memory);
@@ -123,6 +150,7 @@ absl::Status CudaExpertWeights::Load(int32_t local_expert_id, const ExpertWeight
     status = load(hidden, intermediate, w2_.data() + local_expert_id * matrix_bytes,
                   [&](int64_t row) { return std::pair(&weights.down, row); });
   }
+  if (status.ok()) status = LoadScales(local_expert_id, weights);
   const int64_t num_experts = shape_.num_local_experts;
   if (status.ok() && (weights.gate_bias != nullptr || weights.up_bias != nullptr)) {
     std::vector<float> bias(static_cast<size_t>(2 * intermediate), 0.0f);
@@ -141,6 +169,26 @@ absl::Status CudaExpertWeights::Load(int32_t local_expert_id, const ExpertWeight
   if (status.ok()) return status;
   return absl::Status(status.code(),
                       absl::StrCat("local expert ", local_expert_id, ": ", status.message()));
+}
+
+absl::Status CudaExpertWeights::LoadScales(int32_t local_expert_id, const ExpertWeights& weights) {
+  const int64_t count = Float8ScalesPerMatrix(shape_);
+  VerifiedUploadParams upload;
+  upload.allocators = allocators_;
+  upload.streams = streams_.get();
+  upload.num_rows = count;
+  upload.row_bytes = sizeof(float);
+  const auto load = [&](const float* scales, const Buffer& to, int64_t place) {
+    if (count == 0) return absl::OkStatus();
+    upload.to = to.data() + place * count * upload.row_bytes;
+    return UploadVerified(upload, [scales](int64_t first, int64_t num_values, std::byte* memory) {
+      std::memcpy(memory, scales + first, static_cast<size_t>(num_values) * sizeof(float));
+    });
+  };
+  absl::Status status = load(weights.gate_scales, w13_scales_, 2 * local_expert_id);
+  if (status.ok()) status = load(weights.up_scales, w13_scales_, 2 * local_expert_id + 1);
+  if (status.ok()) status = load(weights.down_scales, w2_scales_, local_expert_id);
+  return status;
 }
 
 absl::Status CudaExpertWeights::LoadBias(const float* bias, int64_t first, int64_t count,

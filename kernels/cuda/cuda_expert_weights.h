@@ -23,10 +23,11 @@ namespace expertmesh {
 //       the first product can do the activation itself, as CudaGroupedGemmParams wants them for
 //       that
 //   w2  [num_local_experts, hidden_size, intermediate_size]
-// Different experts may be loaded from different threads.
+// Both with their scales when they are float8. Different experts may be loaded from different
+// threads.
 class CudaExpertWeights {
  public:
-  // What the weights will take, biases aside: known before anything is allocated.
+  // What the weights and scales will take, biases aside: known before anything is allocated.
   // RESOURCE_EXHAUSTED when that overflows 64 bits, INVALID_ARGUMENT for the shape.
   static absl::StatusOr<int64_t> SizeBytes(const ExpertLayerShape& shape);
   // Allocates all of it. RESOURCE_EXHAUSTED, with what is needed and what is free.
@@ -43,6 +44,10 @@ class CudaExpertWeights {
   int64_t size_bytes() const;  // on the device, biases included
   const std::byte* w13() const { return w13_.data(); }
   const std::byte* w2() const { return w2_.data(); }
+  // float8: [num_local_experts, 2 * intermediate_size / 128, ceil(hidden_size / 128)] and
+  // [num_local_experts, ceil(hidden_size / 128), intermediate_size / 128]; else null.
+  const float* w13_scales() const { return reinterpret_cast<const float*>(w13_scales_.data()); }
+  const float* w2_scales() const { return reinterpret_cast<const float*>(w2_scales_.data()); }
   // [num_local_experts, 2 * intermediate_size] and [num_local_experts, hidden_size], zeros where an
   // expert has none; null when no expert has any.
   const float* w13_bias() const { return reinterpret_cast<const float*>(w13_bias_.data()); }
@@ -58,6 +63,7 @@ class CudaExpertWeights {
                     std::shared_ptr<CudaStreamPool> streams)
       : shape_(shape), allocators_(allocators), streams_(std::move(streams)) {}
 
+  absl::Status LoadScales(int32_t local_expert_id, const ExpertWeights& weights);
   absl::Status LoadBias(const float* bias, int64_t first, int64_t count, int64_t total_count,
                         Buffer* biases);
 
@@ -66,6 +72,8 @@ class CudaExpertWeights {
   const std::shared_ptr<CudaStreamPool> streams_;
   Buffer w13_;
   Buffer w2_;
+  Buffer w13_scales_;
+  Buffer w2_scales_;
   mutable std::mutex bias_mutex_;
   Buffer w13_bias_;
   Buffer w2_bias_;

@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "kernels/cuda/gated_activation.h"
 #include "kernels/cuda/grouped_gemm.h"
+#include "kernels/cuda/quantize_rows.h"
 
 namespace expertmesh {
 
@@ -17,6 +18,7 @@ struct CudaFfnLaunch {
   // The batched format alone, with expert_num_tokens on the device: nothing that the host decides
   // depends on them.
   bool masked = false;
+  CudaQuantizeRowsParams quantize;  // of float8 alone
   CudaGroupedGemmParams gate_up;
   CudaGatedActivationParams activation;  // unless gate_up does it
   CudaGroupedGemmParams down;

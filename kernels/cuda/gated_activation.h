@@ -27,13 +27,17 @@ struct CudaGatedActivationParams {
   // layout.expert_offsets in the contiguous format.
   const float* bias = nullptr;
   void* output = nullptr;  // [num_rows, intermediate_size]
+  // float32, float16 or bfloat16; or float8_e4m3, from float32 and for whole blocks of
+  // kQuantizeBlock columns: then 16-byte aligned rows are quantized as LaunchQuantizeRows would
+  // float32 ones with kFloat8PerBlock.
   DType output_dtype = DType::kInvalid;
+  float* output_scales = nullptr;  // float8: [num_rows, intermediate_size / kQuantizeBlock]
 };
 
-// Enqueues output = act(gate + bias, up + bias) on `stream`, in float32 with one rounding; not
-// blocking. Local. Thread safe. Memory must live until the stream has passed it. The activation has
-// the bytes of a CPU with fused multiply-add. cudaErrorInvalidValue when the params do not fit
-// together; other errors are the launch's.
+// Enqueues output = act(gate + bias, up + bias) on `stream`, in float32 with one rounding; a row's
+// bytes depend on that row alone. Not blocking. Local. Thread safe. Memory must live until the
+// stream has passed it. The activation has the bytes of a CPU with fused multiply-add.
+// cudaErrorInvalidValue when the params do not fit together; other errors are the launch's.
 [[nodiscard]] cudaError_t LaunchGatedActivation(const CudaGatedActivationParams& params,
                                                 cudaStream_t stream);
 

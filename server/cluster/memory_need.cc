@@ -67,15 +67,25 @@ absl::StatusOr<int64_t> TakenLayerBytes(
   // Whose parts then fit, too.
   const absl::StatusOr<int64_t> packed = PackedLayerBytes(model, layer, placement, ep_rank);
   if (!packed.ok()) return packed.status();
-  const int64_t gate_bytes = layer.shared_gated ? model.hidden_size * int64_t{sizeof(float)} : 0;
-  const int64_t shared_bytes = SharedExpertWeightBytes(model, layer) - gate_bytes;
-  const int64_t routed_bytes = *packed - shared_bytes - gate_bytes;
-  const int64_t buffers[] = {routed_bytes / 3 * 2, routed_bytes / 3, shared_bytes / 3 * 2,
-                             shared_bytes / 3, gate_bytes};
   std::optional<int64_t> sum = 0;
-  for (const int64_t size_bytes : buffers) {
+  const auto take = [&sum, taken_bytes](int64_t size_bytes) {
     if (sum) sum = CheckedAdd(*sum, taken_bytes(size_bytes));
-  }
+  };
+  const auto take_experts = [&](int32_t num_experts, int64_t intermediate_size) {
+    const ExpertLayerShape shape = MakeExpertLayerShape(model, num_experts, intermediate_size);
+    const int64_t matrix_bytes =
+        num_experts * model.hidden_size * intermediate_size * DTypeBytes(model.weight_dtype);
+    const int64_t scale_bytes = num_experts * Float8ScalesPerMatrix(shape) * int64_t{sizeof(float)};
+    take(2 * matrix_bytes);
+    take(matrix_bytes);
+    if (scale_bytes == 0) return;
+    take(2 * scale_bytes);
+    take(scale_bytes);
+  };
+  take_experts(static_cast<int32_t>(placement.local_experts(ep_rank).size()),
+               layer.intermediate_size);
+  take_experts(1, layer.shared_intermediate_size);
+  take(layer.shared_gated ? model.hidden_size * int64_t{sizeof(float)} : 0);
   if (!sum) return absl::OutOfRangeError("the experts fit no memory");
   return *sum;
 }

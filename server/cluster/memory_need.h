@@ -12,9 +12,9 @@
 
 namespace expertmesh {
 
-// Bytes of one rank's experts of one layer in the model's dtype, shared ones included; packing adds
-// less than a panel of 32 columns per matrix. The spec must be valid. OUT_OF_RANGE when they do not
-// fit an int64.
+// Bytes of one rank's experts of one layer in the model's dtype, shared ones and float8's scales
+// included; packing adds less than a panel of 32 columns per matrix. The spec must be valid.
+// OUT_OF_RANGE when they do not fit an int64.
 absl::StatusOr<int64_t> PackedLayerBytes(const ModelSpec& model, const LayerSpec& layer,
                                          const Placement& placement, int32_t ep_rank);
 

@@ -238,6 +238,24 @@ absl::StatusOr<CheckpointLayer> ResolveLayer(const CheckpointIndex& index,
   return LayerResolver(index, config, layer, weight_dtype).Resolve();
 }
 
+std::vector<StoredMatrix> ExpertMatrices(const CheckpointLayer& layer) {
+  std::vector<StoredMatrix> matrices;
+  const auto add = [&matrices](const StoredMatrix& matrix) {
+    if (matrix.tensor != nullptr) matrices.push_back(matrix);
+  };
+  const auto add_expert = [&add](const StoredExpert& expert) {
+    add(expert.gate);
+    add(expert.up);
+    add(expert.down);
+  };
+  for (const StoredExpert& expert : layer.experts) add_expert(expert);
+  add(layer.gate_up);
+  add(layer.down);
+  add_expert(layer.shared);
+  add(layer.shared_gate_up);
+  return matrices;
+}
+
 std::vector<const CheckpointTensor*> RoutedTensors(const CheckpointLayer& layer) {
   std::vector<const CheckpointTensor*> tensors;
   const auto add = [&tensors](const CheckpointTensor* tensor) {

@@ -43,8 +43,8 @@ struct CheckpointLayer {
   const CheckpointTensor* shared_expert_gate = nullptr;
 };
 
-// The dtype that a stored matrix has once it is loaded: fp8 becomes bfloat16. kInvalid for what
-// cannot be a weight.
+// The dtype that a stored matrix has once it is loaded: fp8 becomes bfloat16, unless all of the
+// model's stay as they are. kInvalid for what cannot be a weight.
 DType LoadedDType(const CheckpointTensor& tensor);
 
 // Finds and checks every tensor that the service may read of `layer`. Sets layer.has_gate, and
@@ -53,6 +53,9 @@ DType LoadedDType(const CheckpointTensor& tensor);
 absl::StatusOr<CheckpointLayer> ResolveLayer(const CheckpointIndex& index,
                                              const ModelConfig& config, LayerSpec& layer,
                                              DType& weight_dtype);
+
+// Every matrix of routed and shared experts.
+std::vector<StoredMatrix> ExpertMatrices(const CheckpointLayer& layer);
 
 // Every stored tensor of the layer's routed experts (router and shared experts left out), by name.
 std::vector<const CheckpointTensor*> RoutedTensors(const CheckpointLayer& layer);

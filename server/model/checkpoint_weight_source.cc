@@ -12,6 +12,7 @@ namespace expertmesh {
 struct CheckpointWeightSource::Owned {
   std::shared_ptr<const CheckpointIndex> index;
   std::vector<std::vector<uint16_t>> dequantized;
+  std::vector<std::vector<float>> scales;
   std::vector<float> gate_bias;
   std::vector<float> up_bias;
   std::vector<float> down_bias;
@@ -65,9 +66,46 @@ absl::StatusOr<std::unique_ptr<CheckpointWeightSource>> CheckpointWeightSource::
     if (!resolved.ok()) return resolved.status();
     source->layers_.push_back(*std::move(resolved));
   }
-  const absl::Status status = source->SetFingerprint();
+  absl::Status status = source->ChooseFp8(options.fp8_weights);
+  if (status.ok()) status = source->SetFingerprint();
   if (!status.ok()) return status;
   return source;
+}
+
+absl::Status CheckpointWeightSource::ChooseFp8(Fp8Weights fp8_weights) {
+  if (!config_.fp8_blocks || fp8_weights == Fp8Weights::kDequantize) return absl::OkStatus();
+  const CheckpointTensor* fp8 = nullptr;
+  const CheckpointTensor* other = nullptr;
+  for (const CheckpointLayer& layer : layers_) {
+    for (const StoredMatrix& matrix : ExpertMatrices(layer)) {
+      (matrix.scale != nullptr ? fp8 : other) = matrix.tensor;
+    }
+  }
+  if (fp8 == nullptr) return absl::OkStatus();
+  std::string why;
+  const auto check_size = [&why](const absl::AlphaNum& name, int64_t size) {
+    if (size % kFloat8ScaleBlock == 0 || !why.empty()) return;
+    why = absl::StrCat(name, " is ", size, ", not a multiple of ", kFloat8ScaleBlock);
+  };
+  if (config_.fp8_block_rows != kFloat8ScaleBlock || config_.fp8_block_cols != kFloat8ScaleBlock) {
+    why = absl::StrCat("weight_block_size is [", config_.fp8_block_rows, ", ",
+                       config_.fp8_block_cols, "], not [128, 128]");
+  } else if (other != nullptr) {
+    why = absl::StrCat(CheckpointIndex::Describe(*other), " is ",
+                       StoredDTypeName(other->tensor->dtype));
+  }
+  check_size("hidden_size", config_.spec.hidden_size);
+  for (const LayerSpec& layer : config_.spec.layers) {
+    check_size("intermediate_size", layer.intermediate_size);
+    check_size("shared_intermediate_size", layer.shared_intermediate_size);
+  }
+  if (why.empty()) {
+    config_.spec.weight_dtype = DType::kFloat8E4M3;
+    return absl::OkStatus();
+  }
+  if (fp8_weights == Fp8Weights::kNativeIfPossible) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      CheckpointIndex::Describe(*fp8), ": its experts cannot stay float8_e4m3, for ", why));
 }
 
 absl::Status CheckpointWeightSource::SetFingerprint() {
@@ -97,13 +135,17 @@ absl::Status CheckpointWeightSource::NoSuchLayer(int32_t layer_index) const {
 }
 
 WeightMatrix CheckpointWeightSource::LoadMatrix(const StoredMatrix& stored, int64_t cols,
-                                                Owned& owned) const {
+                                                Owned& owned, const float*& scales_out) const {
   const SafetensorsTensor& tensor = *stored.tensor->tensor;
   const absl::Span<const std::byte> bytes = stored.tensor->bytes();
   stored.tensor->file->Prefetch(tensor, 0, tensor.size_bytes());
   WeightMatrix matrix{.data = bytes.data(), .row_stride = cols, .col_stride = 1};
   if (stored.scale == nullptr) return matrix;
-  const std::vector<float> scales = ToFloats(*stored.scale);
+  std::vector<float> scales = ToFloats(*stored.scale);
+  if (config_.spec.weight_dtype == DType::kFloat8E4M3) {
+    scales_out = owned.scales.emplace_back(std::move(scales)).data();
+    return matrix;
+  }
   std::vector<uint16_t>& out = owned.dequantized.emplace_back(bytes.size());
   DequantizeFp8Blocks({.values = bytes,
                        .scales = scales,
@@ -114,6 +156,14 @@ WeightMatrix CheckpointWeightSource::LoadMatrix(const StoredMatrix& stored, int6
                       out.data());
   matrix.data = out.data();
   return matrix;
+}
+
+void CheckpointWeightSource::LoadPerExpert(const StoredExpert& stored, int64_t intermediate_size,
+                                           ExpertWeights& weights, Owned& owned) const {
+  const int64_t hidden = config_.spec.hidden_size;
+  weights.gate = LoadMatrix(stored.gate, hidden, owned, weights.gate_scales);
+  weights.up = LoadMatrix(stored.up, hidden, owned, weights.up_scales);
+  weights.down = LoadMatrix(stored.down, intermediate_size, owned, weights.down_scales);
 }
 
 void CheckpointWeightSource::LoadFused(const CheckpointLayer& layer, const LayerSpec& spec,
@@ -174,10 +224,7 @@ absl::StatusOr<LoadedExpert> CheckpointWeightSource::LoadExpert(int32_t layer_in
   owned->index = index_;
   LoadedExpert loaded;
   if (config_.architecture.layout == ExpertLayout::kPerExpert) {
-    const StoredExpert& stored = layer->experts[expert_id];
-    loaded.weights.gate = LoadMatrix(stored.gate, config_.spec.hidden_size, *owned);
-    loaded.weights.up = LoadMatrix(stored.up, config_.spec.hidden_size, *owned);
-    loaded.weights.down = LoadMatrix(stored.down, spec.intermediate_size, *owned);
+    LoadPerExpert(layer->experts[expert_id], spec.intermediate_size, loaded.weights, *owned);
   } else {
     LoadFused(*layer, spec, expert_id, loaded.weights, *owned);
   }
@@ -211,15 +258,19 @@ absl::StatusOr<LoadedSharedExperts> CheckpointWeightSource::LoadSharedExperts(
   owned->index = index_;
   LoadedSharedExperts loaded;
   if (layer->shared_gate_up.tensor != nullptr) {
-    loaded.weights.gate = LoadMatrix(layer->shared_gate_up, hidden, *owned);
-    loaded.weights.up = loaded.weights.gate;
-    loaded.weights.up.data = static_cast<const std::byte*>(loaded.weights.gate.data) +
-                             shared * hidden * DTypeBytes(config_.spec.weight_dtype);
+    ExpertWeights& weights = loaded.weights;
+    weights.gate = LoadMatrix(layer->shared_gate_up, hidden, *owned, weights.gate_scales);
+    weights.up = weights.gate;
+    weights.up.data = static_cast<const std::byte*>(weights.gate.data) +
+                      shared * hidden * DTypeBytes(config_.spec.weight_dtype);
+    if (weights.gate_scales != nullptr) {
+      weights.up_scales = weights.gate_scales +
+                          Float8ScalesPerMatrix(MakeExpertLayerShape(config_.spec, 1, shared));
+    }
+    weights.down = LoadMatrix(layer->shared.down, shared, *owned, weights.down_scales);
   } else {
-    loaded.weights.gate = LoadMatrix(layer->shared.gate, hidden, *owned);
-    loaded.weights.up = LoadMatrix(layer->shared.up, hidden, *owned);
+    LoadPerExpert(layer->shared, shared, loaded.weights, *owned);
   }
-  loaded.weights.down = LoadMatrix(layer->shared.down, shared, *owned);
   if (layer->shared_expert_gate != nullptr) loaded.gate = ToFloats(*layer->shared_expert_gate);
   loaded.owner = std::move(owned);
   return loaded;

@@ -80,6 +80,13 @@ absl::Status ValidateLayer(const LayerSpec& spec) {
   return ValidateRouter(layer, spec);
 }
 
+int64_t FfnWeightBytes(const ModelSpec& model, int64_t intermediate_size) {
+  const int64_t num_scales =
+      Float8ScalesPerMatrix(MakeExpertLayerShape(model, 1, intermediate_size));
+  return 3 * (model.hidden_size * intermediate_size * DTypeBytes(model.weight_dtype) +
+              num_scales * int64_t{sizeof(float)});
+}
+
 }  // namespace
 
 const LayerSpec* ModelSpec::FindLayer(int32_t layer_index) const {
@@ -122,6 +129,10 @@ absl::Status ValidateModelSpec(const ModelSpec& model) {
   return absl::OkStatus();
 }
 
+DType DefaultActivationDType(const ModelSpec& model) {
+  return model.weight_dtype == DType::kFloat8E4M3 ? DType::kBFloat16 : model.weight_dtype;
+}
+
 ExpertLayerShape MakeExpertLayerShape(const ModelSpec& model, int32_t num_local_experts,
                                       int64_t intermediate_size) {
   ExpertLayerShape shape;
@@ -136,11 +147,11 @@ ExpertLayerShape MakeExpertLayerShape(const ModelSpec& model, int32_t num_local_
 }
 
 int64_t ExpertWeightBytes(const ModelSpec& model, const LayerSpec& layer) {
-  return 3 * model.hidden_size * layer.intermediate_size * DTypeBytes(model.weight_dtype);
+  return FfnWeightBytes(model, layer.intermediate_size);
 }
 
 int64_t SharedExpertWeightBytes(const ModelSpec& model, const LayerSpec& layer) {
-  return 3 * model.hidden_size * layer.shared_intermediate_size * DTypeBytes(model.weight_dtype) +
+  return FfnWeightBytes(model, layer.shared_intermediate_size) +
          (layer.shared_gated ? model.hidden_size * int64_t{sizeof(float)} : 0);
 }
 

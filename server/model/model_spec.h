@@ -61,7 +61,9 @@ struct ModelSpec {
   std::string name;          // as clients call it
   std::string architecture;  // config.json "architectures"[0]
   int64_t hidden_size = 0;
-  DType weight_dtype = DType::kInvalid;  // as packed: float32, float16, bfloat16
+  // As packed: float32, float16, bfloat16; or float8_e4m3 with block scales, of a checkpoint that
+  // was opened so (Fp8Weights).
+  DType weight_dtype = DType::kInvalid;
   Activation activation = Activation::kSiluMul;
   float swiglu_alpha = 1.702f;
   float swiglu_limit = 7.0f;
@@ -87,15 +89,20 @@ inline constexpr int32_t kMaxNumLayers = 4096;
 // topk <= num_experts (+ num_zero_experts), groups, layers strictly ascending, dtype known.
 absl::Status ValidateModelSpec(const ModelSpec& model);
 
+// What the model's activations are unless somebody says otherwise: the weights' own type, bfloat16
+// for float8 weights.
+DType DefaultActivationDType(const ModelSpec& model);
+
 // What the kernels must know for `num_local_experts` FFNs of the model's kind.
 ExpertLayerShape MakeExpertLayerShape(const ModelSpec& model, int32_t num_local_experts,
                                       int64_t intermediate_size);
 
-// Bytes of one expert's three matrices in ModelSpec::weight_dtype. The spec must be valid.
+// Bytes of one expert's three matrices in ModelSpec::weight_dtype, and of their scales when that is
+// float8. The spec must be valid.
 int64_t ExpertWeightBytes(const ModelSpec& model, const LayerSpec& layer);
 
-// Bytes of the layer's shared experts, which every rank holds: three matrices in
-// ModelSpec::weight_dtype and their gate in float32; 0 without any. The spec must be valid.
+// Bytes of the layer's shared experts, which every rank holds: three matrices likewise and their
+// gate in float32; 0 without any. The spec must be valid.
 int64_t SharedExpertWeightBytes(const ModelSpec& model, const LayerSpec& layer);
 
 }  // namespace expertmesh

@@ -11,7 +11,8 @@
 
 namespace expertmesh {
 
-// One expert's matrices, in ModelSpec::weight_dtype, and whatever keeps their memory alive.
+// One expert's matrices, in ModelSpec::weight_dtype (float8 with its scales), and whatever keeps
+// their memory alive.
 struct LoadedExpert {
   ExpertWeights weights;
   std::shared_ptr<const void> owner;

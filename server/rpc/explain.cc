@@ -161,7 +161,7 @@ void AddWarnings(const ValidForward& forward, v1::ExplainResponse* response) {
         absl::StrCat(forward.num_tokens_without_expert, " tokens have no expert; their output is ",
                      call.include_shared_experts ? "the shared experts' alone" : "zeros"));
   }
-  if (call.activation_dtype != call.model->weight_dtype) {
+  if (call.activation_dtype != DefaultActivationDType(*call.model)) {
     const std::string weights(DTypeName(call.model->weight_dtype));
     const std::string hidden(DTypeName(call.activation_dtype));
     response->add_warnings(absl::StrCat("hidden_states are ", hidden, ", the weights ", weights));

@@ -206,7 +206,7 @@ absl::StatusOr<ValidForward> ForwardValidator::Validate(DecodedForwardRequest re
   hidden_rules.max_rows = limits_.max_request_tokens;
   hidden_rules.num_cols = (*model)->hidden_size;
   hidden_rules.dtypes = limits_.activation_dtypes;
-  hidden_rules.dtype_of_values = (*model)->weight_dtype;
+  hidden_rules.dtype_of_values = DefaultActivationDType(**model);
   absl::StatusOr<ValidMatrix> hidden =
       ValidateMatrix(std::move(request.hidden_states), hidden_rules, allocator_);
   if (!hidden.ok()) return hidden.status();

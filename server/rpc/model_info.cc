@@ -62,7 +62,7 @@ v1::GetModelResponse DescribeModel(const ModelSpec& model, const ForwardLimits& 
   response.set_hidden_size(model.hidden_size);
   response.set_activation(ActivationText(model.activation));
   response.set_weight_dtype(DTypeToWire(model.weight_dtype));
-  response.set_activation_dtype(DTypeToWire(model.weight_dtype));
+  response.set_activation_dtype(DTypeToWire(DefaultActivationDType(model)));
   for (const DType dtype : limits.activation_dtypes) {
     response.add_hidden_states_dtypes(DTypeToWire(dtype));
   }

@@ -116,6 +116,13 @@ TEST(PackedExpertsErrorsTest, RefusesBadShapes) {
   EXPECT_EQ(code(shape), absl::StatusCode::kInvalidArgument);
   shape = Shape(DType::kInt8);
   EXPECT_EQ(code(shape), absl::StatusCode::kInvalidArgument);
+  shape = Shape(DType::kFloat8E4M3);
+  shape.intermediate_size = 128;
+  const absl::Status float8 = PackedExperts::Create(shape).status();
+  EXPECT_EQ(float8.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(std::string(float8.message()).find("weight dtype float8_e4m3: the CPU's expert"),
+            std::string::npos)
+      << float8;
   shape = Shape(DType::kFloat32);
   shape.hidden_size = 0;
   EXPECT_EQ(code(shape), absl::StatusCode::kInvalidArgument);

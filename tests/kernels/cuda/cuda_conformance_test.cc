@@ -5,6 +5,7 @@
 #include "gtest/gtest.h"
 #include "kernels/base/host_buffer_pool.h"
 #include "tests/conformance/expert_kernels_conformance.h"
+#include "tests/conformance/float8_expert_kernels_conformance.h"
 #include "tests/conformance/row_ops_conformance.h"
 #include "tests/kernels/cuda/cuda_test_rank.h"
 
@@ -51,12 +52,18 @@ class CudaExpertKernelsDevice : public ExpertKernelsDevice {
   CudaTestRank rank_;
 };
 
-INSTANTIATE_TEST_SUITE_P(
-    Cuda, ExpertKernelsConformance,
-    testing::Combine(testing::Values(ExpertKernelsKind{
-                         "Cuda", [] { return std::make_unique<CudaExpertKernelsDevice>(); }}),
-                     testing::ValuesIn(kDTypes), testing::ValuesIn(kDTypes)),
-    ExpertKernelsParamName);
+const ExpertKernelsKind kCudaExpertKernels = {
+    "Cuda", [] { return std::make_unique<CudaExpertKernelsDevice>(); }};
+
+INSTANTIATE_TEST_SUITE_P(Cuda, ExpertKernelsConformance,
+                         testing::Combine(testing::Values(kCudaExpertKernels),
+                                          testing::ValuesIn(kDTypes), testing::ValuesIn(kDTypes)),
+                         ExpertKernelsParamName);
+
+INSTANTIATE_TEST_SUITE_P(Cuda, Float8ExpertKernelsConformance,
+                         testing::Combine(testing::Values(kCudaExpertKernels),
+                                          testing::ValuesIn(kDTypes)),
+                         Float8ExpertKernelsParamName);
 
 }  // namespace
 }  // namespace expertmesh

@@ -1,5 +1,6 @@
 #include "kernels/cuda/gated_activation.h"
 
+#include <algorithm>
 #include <cmath>
 #include <random>
 #include <string>
@@ -7,6 +8,7 @@
 
 #include "gtest/gtest.h"
 #include "kernels/cpu/activation_plain.h"
+#include "kernels/cuda/quantize_rows.h"
 #include "tests/kernels/cpu/random_layer.h"
 #include "tests/kernels/cuda/device_bytes.h"
 #include "tests/kernels/cuda/test_device.h"
@@ -184,6 +186,91 @@ TEST(GatedActivationTest, ExtremeGates) {
           << gate;
     }
   }
+}
+
+// As the activation in float32 and its quantization one after the other.
+TEST(GatedActivationTest, Float8IsTheQuantizedFloat32) {
+  const int64_t size = 384;
+  const int64_t num_blocks = size / kQuantizeBlock;
+  const std::vector<int32_t> tokens = {2, 0, 3};
+  const DeviceBytes device_tokens = DeviceCopy(tokens);
+  for (const CudaActivation activation : kActivations) {
+    for (const bool batched : {false, true}) {
+      std::mt19937_64 random(9);
+      CudaGatedActivationParams params;
+      params.layout.num_rows = batched ? 3 * 4 : 5;
+      if (batched) {
+        params.layout.num_local_experts = 3;
+        params.layout.max_rows_per_expert = 4;
+        params.layout.expert_num_tokens = device_tokens.As<int32_t>();
+      }
+      const int64_t num_rows = params.layout.num_rows;
+      std::vector<double> values = RandomValues(random, num_rows * 2 * size, 5.0, DType::kFloat32);
+      std::fill(values.begin(), values.begin() + size / 3, 0.0);  // a block of zeros
+      const DeviceBytes gate_up(ToBytes(values, DType::kFloat32), 0);
+      std::vector<float> bias(static_cast<size_t>(3 * 2 * size), 0.0f);
+      for (size_t i = 1000; i < bias.size(); ++i) bias[i] = 0.25f * static_cast<float>(i % 7);
+      const DeviceBytes device_bias = DeviceCopy(bias);
+      params.gate_up = gate_up.data();
+      params.gate_up_dtype = params.output_dtype = DType::kFloat32;
+      params.intermediate_size = size;
+      params.activation = activation;
+      if (batched) params.bias = device_bias.As<float>();
+      const DeviceBytes wide = RunRepeatedly(num_rows * size * 4, 0, [&](std::byte* out) {
+        params.output = out;
+        return LaunchGatedActivation(params, nullptr);
+      });
+      CudaQuantizeRowsParams quantize;
+      quantize.rows = wide.data();
+      quantize.rows_dtype = DType::kFloat32;
+      quantize.layout = params.layout;
+      quantize.hidden_size = size;
+      quantize.scheme = QuantizeScheme::kFloat8PerBlock;
+      const DeviceBytes scales(num_rows * num_blocks * 4);
+      quantize.scales = scales.As<float>();
+      const DeviceBytes expected = RunRepeatedly(num_rows * size, 0, [&](std::byte* out) {
+        quantize.output = out;
+        return LaunchQuantizeRows(quantize, nullptr);
+      });
+      params.output_dtype = DType::kFloat8E4M3;
+      const DeviceBytes own_scales(num_rows * num_blocks * 4);
+      params.output_scales = own_scales.As<float>();
+      const DeviceBytes actual = RunRepeatedly(num_rows * size, 0, [&](std::byte* out) {
+        params.output = out;
+        return LaunchGatedActivation(params, nullptr);
+      });
+      EXPECT_EQ(actual.bytes(), expected.bytes());
+      EXPECT_EQ(own_scales.bytes(), scales.bytes());
+      own_scales.ExpectGuardsIntact();
+    }
+  }
+}
+
+TEST(GatedActivationTest, Float8MisfitsAreRefused) {
+  const DeviceBytes memory(4096);
+  CudaGatedActivationParams params;
+  params.gate_up = memory.data();
+  params.gate_up_dtype = DType::kFloat32;
+  params.layout.num_rows = 1;
+  params.intermediate_size = 128;
+  params.output = memory.data() + 2048;
+  params.output_dtype = DType::kFloat8E4M3;
+  params.output_scales = memory.As<float>() + 1000;
+  const int64_t launches = NumLaunches();
+  const auto refused = [&params](auto change) {
+    CudaGatedActivationParams bad = params;
+    change(bad);
+    return LaunchGatedActivation(bad, nullptr);
+  };
+  EXPECT_EQ(refused([](auto& bad) { bad.gate_up_dtype = DType::kBFloat16; }),
+            cudaErrorInvalidValue);
+  EXPECT_EQ(refused([](auto& bad) { bad.intermediate_size = 130; }), cudaErrorInvalidValue);
+  EXPECT_EQ(refused([](auto& bad) { bad.output_scales = nullptr; }), cudaErrorInvalidValue);
+  EXPECT_EQ(refused([&](auto& bad) { bad.gate_up = memory.data() + 4; }),
+            cudaErrorMisalignedAddress);
+  EXPECT_EQ(refused([&](auto& bad) { bad.output = memory.data() + 2049; }),
+            cudaErrorMisalignedAddress);
+  EXPECT_EQ(NumLaunches(), launches);
 }
 
 TEST(GatedActivationTest, ZeroRowsLaunchNothingAndMisfitsAreRefused) {

@@ -88,6 +88,31 @@ TEST(MemoryOfADeviceTest, CountsBuffersAsTheDeviceGivesThem) {
   EXPECT_EQ(*taken, *PackedLayerBytes(model, layer, placement, 0) + 5000);
 }
 
+TEST(MemoryOfADeviceTest, CountsFloat8AndItsScales) {
+  ModelSpec model;
+  model.hidden_size = 200;
+  model.weight_dtype = DType::kFloat8E4M3;
+  LayerSpec layer;
+  layer.num_experts = 3;
+  layer.intermediate_size = 256;
+  layer.shared_intermediate_size = 128;
+  const Placement placement = *Placement::Contiguous(3, 1);
+  std::vector<int64_t> sizes;
+  const absl::StatusOr<int64_t> taken =
+      TakenLayerBytes(model, layer, placement, 0, [&sizes](int64_t size_bytes) {
+        sizes.push_back(size_bytes);
+        return size_bytes;
+      });
+  ASSERT_TRUE(taken.ok()) << taken.status();
+  const int64_t routed = 3 * 200 * 256;
+  const int64_t routed_scales = 3 * 2 * 2 * 4;
+  const std::vector<int64_t> expected = {2 * routed,    routed,        2 * routed_scales,
+                                         routed_scales, 2 * 200 * 128, 200 * 128,
+                                         2 * 2 * 4,     2 * 4,         0};
+  EXPECT_EQ(sizes, expected);
+  EXPECT_EQ(*taken, *PackedLayerBytes(model, layer, placement, 0));
+}
+
 TEST(MemoryOfADeviceTest, SomeIsKept) {
   EXPECT_EQ(DeviceReserveBytes(1600), 100);
   EXPECT_EQ(DeviceReserveBytes(int64_t{1} << 40), int64_t{2} << 30);

@@ -5,8 +5,6 @@
 
 #include <cstring>
 #include <fstream>
-#include <map>
-#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
@@ -16,6 +14,7 @@
 #include "gtest/gtest.h"
 #include "server/model/safetensors_writer.h"
 #include "server/model/synthetic_checkpoint.h"
+#include "tests/server/model/checkpoint_tensors_fixture.h"
 #include "tests/server/model/scratch_directory.h"
 #include "tests/server/model/weight_values.h"
 
@@ -28,57 +27,7 @@ using ::testing::HasSubstr;
 constexpr char kExpertDown[] = "model.layers.1.mlp.experts.2.down_proj.weight";
 constexpr char kRouter[] = "model.layers.1.mlp.gate.weight";
 
-// A small good checkpoint whose tensors can be tampered with before it is opened.
-class CheckpointWeightSourceTest : public ::testing::Test {
- protected:
-  struct Tensor {
-    StoredDType dtype = StoredDType::kF32;
-    std::vector<int64_t> shape;
-    std::vector<std::byte> bytes;
-  };
-
-  void Make(const std::string& architecture = "Qwen3MoeForCausalLM") {
-    const auto summary = WriteSyntheticCheckpoint(scratch_.path(), {.architecture = architecture,
-                                                                    .hidden_size = 24,
-                                                                    .intermediate_size = 16,
-                                                                    .num_layers = 2,
-                                                                    .num_experts = 4,
-                                                                    .topk = 2,
-                                                                    .seed = 9,
-                                                                    .overwrite = true});
-    ASSERT_TRUE(summary.ok()) << summary.status();
-    const auto file = SafetensorsFile::Open(scratch_.File("model.safetensors"));
-    ASSERT_TRUE(file.ok()) << file.status();
-    tensors_.clear();
-    for (const SafetensorsTensor& tensor : (*file)->tensors()) {
-      const auto bytes = (*file)->Bytes(tensor);
-      tensors_[tensor.name] = {tensor.dtype, tensor.shape, {bytes.begin(), bytes.end()}};
-    }
-  }
-
-  // Writes the tensors back, then opens.
-  absl::StatusOr<std::unique_ptr<CheckpointWeightSource>> Open(
-      const CheckpointOptions& options = {}) {
-    std::vector<SafetensorsToWrite> to_write;
-    for (const auto& [name, tensor] : tensors_) {
-      to_write.push_back({{name, tensor.dtype, tensor.shape}, tensor.bytes});
-    }
-    const absl::Status status = WriteSafetensors(scratch_.File("model.safetensors"), to_write);
-    EXPECT_TRUE(status.ok()) << status;
-    return CheckpointWeightSource::Open(scratch_.path(), options);
-  }
-
-  std::string OpenError() { return std::string(Open().status().message()); }
-
-  void EditConfig(const nlohmann::json& changes) {
-    nlohmann::json config = nlohmann::json::parse(scratch_.Read("config.json"));
-    config.update(changes);
-    scratch_.Write("config.json", config.dump());
-  }
-
-  ScratchDirectory scratch_;
-  std::map<std::string, Tensor> tensors_;
-};
+using CheckpointWeightSourceTest = CheckpointTensorsTest;
 
 TEST_F(CheckpointWeightSourceTest, NamesTheModelAfterItsDirectoryOrAsAsked) {
   Make();
@@ -113,11 +62,11 @@ TEST_F(CheckpointWeightSourceTest, ASwappedShapeIsNamed) {
 
 TEST_F(CheckpointWeightSourceTest, ConfigAndTensorsMustAgree) {
   Make();
-  EditConfig({{"moe_intermediate_size", 17}});
+  EditConfig(R"({"moe_intermediate_size": 17})");
   EXPECT_THAT(OpenError(), HasSubstr("shape is [16, 24]; config.json makes it [17, 24]"));
-  EditConfig({{"moe_intermediate_size", 16}, {"num_experts", 5}});
+  EditConfig(R"({"moe_intermediate_size": 16, "num_experts": 5})");
   EXPECT_THAT(OpenError(), HasSubstr("experts.4.gate_proj.weight' is missing"));
-  EditConfig({{"num_experts", 3}});
+  EditConfig(R"({"num_experts": 3})");
   EXPECT_THAT(OpenError(), HasSubstr("shape is [4, 24]; config.json makes it [3, 24]"));
 }
 
@@ -212,53 +161,6 @@ TEST_F(CheckpointWeightSourceTest, FingerprintIsOfTheRoutedExpertsAlone) {
   EXPECT_EQ(fingerprint(), base);
   tensors_[kExpertDown].bytes[5] ^= std::byte{1};
   EXPECT_NE(fingerprint(), base);
-}
-
-TEST_F(CheckpointWeightSourceTest, Fp8BlocksAreScaledAndRounded) {
-  Make();
-  EditConfig({{"quantization_config",
-               {{"quant_method", "fp8"}, {"fmt", "e4m3"}, {"weight_block_size", {10, 7}}}}});
-  // Down of one expert in fp8, the rest of the model as it was.
-  Tensor& down = tensors_[kExpertDown];
-  down.dtype = StoredDType::kF8E4M3;
-  down.bytes.resize(24 * 16);
-  for (size_t i = 0; i < down.bytes.size(); ++i) {
-    // Every finite code but the NaNs 0x7f and 0xff.
-    const uint8_t code = static_cast<uint8_t>(i * 7);
-    down.bytes[i] = std::byte{(code & 0x7f) == 0x7f ? uint8_t{0} : code};
-  }
-  EXPECT_THAT(OpenError(), HasSubstr(absl::StrCat(kExpertDown, "_scale_inv' is missing")));
-
-  Tensor& scale = tensors_[absl::StrCat(kExpertDown, "_scale_inv")];
-  std::vector<float> scales(9);
-  for (size_t i = 0; i < scales.size(); ++i) scales[i] = 0.001f * static_cast<float>(i + 1);
-  scale = {StoredDType::kF32, {3, 2}, std::vector<std::byte>(6 * sizeof(float))};
-  EXPECT_THAT(OpenError(), HasSubstr("shape is [3, 2]; config.json makes it [3, 3]"));
-  scale = {StoredDType::kF32, {3, 3}, std::vector<std::byte>(9 * sizeof(float))};
-  std::memcpy(scale.bytes.data(), scales.data(), scale.bytes.size());
-
-  const auto source = Open();
-  ASSERT_TRUE(source.ok()) << source.status();
-  EXPECT_EQ((*source)->model().weight_dtype, DType::kBFloat16);
-  const auto loaded = (*source)->LoadExpert(1, 2);
-  ASSERT_TRUE(loaded.ok()) << loaded.status();
-  const std::vector<double> values = MatrixValues(loaded->weights.down, DType::kBFloat16, 24, 16);
-  for (int64_t row = 0; row < 24; ++row) {
-    for (int64_t col = 0; col < 16; ++col) {
-      const float exact = Float8E4M3ToFloat(static_cast<uint8_t>(down.bytes[row * 16 + col])) *
-                          scales[row / 10 * 3 + col / 7];
-      EXPECT_EQ(values[row * 16 + col], BFloat16ToFloat(FloatToBFloat16(exact)))
-          << row << " " << col;
-    }
-  }
-}
-
-TEST_F(CheckpointWeightSourceTest, Fp8WithoutAConfigIsRefused) {
-  Make();
-  tensors_[kExpertDown].dtype = StoredDType::kF8E4M3;
-  tensors_[kExpertDown].bytes.resize(24 * 16);
-  EXPECT_THAT(OpenError(),
-              AllOf(HasSubstr(kExpertDown), HasSubstr("config.json has no quantization_config")));
 }
 
 TEST_F(CheckpointWeightSourceTest, ACutOffFileIsRefusedAsAWhole) {
