@@ -11,6 +11,18 @@
 
 namespace expertmesh {
 
+// A place in the order of a device, for which streams of that device can wait without the host.
+// What it is they alone know.
+class DevicePoint {
+ public:
+  explicit DevicePoint(Device device) : device_(device) {}
+  virtual ~DevicePoint() = default;
+  Device device() const { return device_; }
+
+ private:
+  const Device device_;
+};
+
 // A point in a stream's order, or a host-side completion, that other streams and the host can wait
 // for. One-shot: it goes from pending to done once, with OK or with an error. Thread safe; shared
 // by reference count.
@@ -28,6 +40,17 @@ class Event {
   // Blocks. DEADLINE_EXCEEDED when it is still pending at `deadline`, else the status it was
   // signalled with.
   absl::Status Wait(absl::Time deadline) const;
+
+  // For streams and what works beside them, not for those who use them. A pending event is placed
+  // when the device will pass `point` before it is done: a stream of that device that waits for it
+  // may give the device what follows, behind the point. Signal, which must come, still says whether
+  // all went well; until it has, such a stream says so of nothing behind. Ignored when it is done
+  // or placed already.
+  void Place(std::shared_ptr<const DevicePoint> point);
+  // Null when it is not placed, or done.
+  std::shared_ptr<const DevicePoint> point() const;
+  // As OnDone, once it is placed or done.
+  void OnPlaced(absl::AnyInvocable<void()> callback) const;
 
  private:
   struct State;

@@ -13,8 +13,12 @@
 namespace expertmesh {
 
 // Stream on a GPU. No operation but Wait blocks.
-//   Launch, Copy   reach the device at once, on the calling thread, unless a host function or an
-//                  event that is not done stands before them
+//   Launch, Copy   reach the device at once, on the calling thread, unless a host function, or an
+//                  event that is neither done nor placed on the device, stands before them
+//   WaitFor        leaves the waiting to the device for an event that is placed there: one that
+//                  another stream of the device records, once it has been given that, or one of a
+//                  communicator. What follows runs behind it on the device, even if it fails then,
+//                  and nobody is told of what follows before the event is done
 //   Record         costs the device nothing: a thread of the stream polls for it and signals the
 //                  event; nothing that follows waits for that
 //   Enqueue        runs on that thread once the device has done all before it, and holds up what
@@ -23,7 +27,8 @@ namespace expertmesh {
 //   Wait           polls from the calling thread
 // An error of the device shows at the next Record, Enqueue or Wait. Destruction waits for what the
 // device has been given (what hangs there must be ended by the caller first: a communicator's
-// abort), then signals CANCELLED to events that were recorded behind it.
+// abort), then signals CANCELLED to events that were recorded behind it, or behind a wait for an
+// event that is not done.
 class CudaStream : public Stream {
  public:
   // `launch` makes CUDA calls that enqueue on the stream it is given and do not block; the device

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/base/host_deadline.h"
 #include "kernels/base/steady_now.h"
+#include "kernels/cuda/cuda_device_point.h"
 #include "kernels/cuda/cuda_status.h"
 
 namespace expertmesh {
@@ -20,7 +21,8 @@ constexpr std::chrono::microseconds kPollInterval(50);
 
 }  // namespace
 
-CudaStreamQueue::CudaStreamQueue(int32_t device_index) : device_index_(device_index) {
+CudaStreamQueue::CudaStreamQueue(int32_t device_index)
+    : device_index_(device_index), events_(std::make_shared<CudaEventPool>(device_index)) {
   created_ = UseCudaDevice(device_index_);
   if (created_.ok()) {
     created_ = CudaStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking),
@@ -45,19 +47,20 @@ CudaStreamQueue::~CudaStreamQueue() {
   }
   if (thread_.joinable()) thread_.join();
   // Nobody is left to tell of an error; a lost context has freed everything anyway.
-  for (cudaEvent_t event : idle_events_) static_cast<void>(cudaEventDestroy(event));
   if (stream_ != nullptr) static_cast<void>(cudaStreamDestroy(stream_));
 }
 
 absl::Status CudaStreamQueue::Add(Operation operation) {
   if (operation.kind == Operation::Kind::kWaitFor && !operation.event.done()) {
-    operation.event.OnDone([weak = weak_from_this()] {
+    const auto wake = [weak = weak_from_this()] {
       const std::shared_ptr<CudaStreamQueue> queue = weak.lock();
       if (queue == nullptr) return;
       const Lock lock(queue->mutex_);
       queue->changed_.notify_all();
       queue->advanced_.notify_all();
-    });
+    };
+    operation.event.OnPlaced(wake);
+    operation.event.OnDone(wake);
   }
   Lock lock(mutex_);
   pending_.push_back(std::move(operation));
@@ -82,7 +85,7 @@ absl::Status CudaStreamQueue::Wait(absl::Time deadline) {
       return absl::DeadlineExceededError("stream still busy at the deadline");
     }
     if (!advancing_ && !marks_.empty()) {
-      Pause(lock, advanced_, num_polls);
+      Pause(lock, advanced_, num_polls, deadline);
     } else {
       WaitUntil(advanced_, lock, deadline, [this] { return WaiterIsNeeded(); });
     }
@@ -92,6 +95,7 @@ absl::Status CudaStreamQueue::Wait(absl::Time deadline) {
 void CudaStreamQueue::ClearError() {
   const Lock lock(mutex_);
   error_ = created_;
+  awaited_error_ = absl::OkStatus();
 }
 
 void CudaStreamQueue::Drain() {
@@ -112,6 +116,7 @@ void CudaStreamQueue::Drain() {
   const Lock lock(mutex_);
   dropping_ = false;
   error_ = created_;
+  awaited_error_ = absl::OkStatus();
 }
 
 bool CudaStreamQueue::IsIdle() const {
@@ -121,15 +126,23 @@ bool CudaStreamQueue::IsIdle() const {
 bool CudaStreamQueue::FrontIsReady() const {
   if (pending_.empty() || dropping_) return false;
   const Operation& front = pending_.front();
-  return front.kind != Operation::Kind::kWaitFor || !error_.ok() || front.event.done();
+  return front.kind != Operation::Kind::kWaitFor || !error_.ok() || front.event.done() ||
+         IsOnDevice(front.event.point());
+}
+
+bool CudaStreamQueue::IsOnDevice(const std::shared_ptr<const DevicePoint>& point) const {
+  return point != nullptr && point->device() == device_;
+}
+
+// Host work is the thread's, unless it is only to be dropped or marked.
+bool CudaStreamQueue::FrontIsForAll() const {
+  return FrontIsReady() &&
+         (pending_.front().kind != Operation::Kind::kHostWork || !error_.ok() || unmarked_);
 }
 
 bool CudaStreamQueue::WaiterIsNeeded() const {
   if (advancing_) return false;
-  if (pending_.empty() || !marks_.empty()) return true;
-  // Host work is the thread's, unless it is only to be dropped or marked.
-  return FrontIsReady() &&
-         (pending_.front().kind != Operation::Kind::kHostWork || !error_.ok() || unmarked_);
+  return pending_.empty() || !marks_.empty() || FrontIsForAll();
 }
 
 // Without a Wait nothing else would tell an event that it is done, or run what stands behind it.
@@ -153,19 +166,26 @@ void CudaStreamQueue::RunThread() {
     if (stopping_) return;
     for (int num_polls = 0; ThreadIsNeeded() && !stopping_; ++num_polls) {
       Advance(lock, By::kThread);
-      if (!marks_.empty()) Pause(lock, changed_, num_polls);
+      if (!marks_.empty()) Pause(lock, changed_, num_polls, absl::InfiniteFuture());
     }
   }
 }
 
-void CudaStreamQueue::Pause(Lock& lock, std::condition_variable& woken, int num_polls) {
+void CudaStreamQueue::Pause(Lock& lock, std::condition_variable& woken, int num_polls,
+                            absl::Time deadline) {
   if (num_polls < kYieldingPolls) {
     lock.unlock();
     if (num_polls >= kEagerPolls) std::this_thread::yield();
     lock.lock();
-    return;
+  } else if (marks_.front().awaited.has_value()) {
+    // Whoever signals it wakes the queue.
+    WaitUntil(woken, lock, deadline, [this] {
+      return stopping_ || advancing_ || marks_.empty() || !marks_.front().awaited.has_value() ||
+             marks_.front().awaited->done() || FrontIsForAll();
+    });
+  } else {
+    woken.wait_for(lock, kPollInterval);
   }
-  woken.wait_for(lock, kPollInterval);
 }
 
 void CudaStreamQueue::Advance(Lock& lock, By by) {
@@ -179,7 +199,17 @@ void CudaStreamQueue::Advance(Lock& lock, By by) {
 
 bool CudaStreamQueue::TakeReachedMark(Lock& lock) {
   if (marks_.empty()) return false;
-  cudaEvent_t reached = marks_.front().reached;
+  if (const std::optional<Event>& awaited = marks_.front().awaited; awaited.has_value()) {
+    if (!awaited->done() && !dropping_) return false;
+    const absl::Status status = awaited->done()
+                                    ? awaited->status()
+                                    : absl::CancelledError("the stream was destroyed first");
+    error_.Update(status);
+    awaited_error_.Update(status);
+    marks_.pop_front();
+    return true;
+  }
+  cudaEvent_t reached = marks_.front().reached.get();
   lock.unlock();
   const cudaError_t error = cudaEventQuery(reached);
   // Else the next launch of this thread that asks for the last error would find it.
@@ -188,12 +218,12 @@ bool CudaStreamQueue::TakeReachedMark(Lock& lock) {
   if (error == cudaErrorNotReady) return false;
   Mark mark = std::move(marks_.front());
   marks_.pop_front();
-  idle_events_.push_back(reached);
   if (error != cudaSuccess) {
     const absl::Status status = CudaStatus(error, "cudaEventQuery", device_index_);
     error_.Update(status);
     mark.error.Update(status);
   }
+  mark.error.Update(awaited_error_);
   if (mark.event.has_value()) {
     --num_event_marks_;
     lock.unlock();
@@ -216,9 +246,15 @@ bool CudaStreamQueue::AdvanceFront(Lock& lock, By by) {
   Operation operation = std::move(pending_.front());
   pending_.pop_front();
   switch (operation.kind) {
-    case Operation::Kind::kWaitFor:
-      error_.Update(operation.event.status());
+    case Operation::Kind::kWaitFor: {
+      std::shared_ptr<const DevicePoint> point = operation.event.point();
+      if (error_.ok() && IsOnDevice(point)) {
+        WaitOnDevice(lock, operation.event, std::move(point));
+      } else {
+        error_.Update(operation.event.status());
+      }
       return true;
+    }
     case Operation::Kind::kRecord:
       if (unmarked_ || !marks_.empty()) {
         PushMark(lock, operation.event);
@@ -251,37 +287,49 @@ bool CudaStreamQueue::AdvanceFront(Lock& lock, By by) {
   return true;
 }
 
-void CudaStreamQueue::PushMark(Lock& lock, std::optional<Event> event) {
-  unmarked_ = false;
-  Mark mark = {nullptr, std::move(event), error_};
-  if (!idle_events_.empty()) {
-    mark.reached = idle_events_.back();
-    idle_events_.pop_back();
-  }
+void CudaStreamQueue::WaitOnDevice(Lock& lock, const Event& event,
+                                   std::shared_ptr<const DevicePoint> point) {
+  unmarked_ = true;
   lock.unlock();
   absl::Status status = UseCudaDevice(device_index_);
-  if (status.ok() && mark.reached == nullptr) {
-    status = CudaStatus(cudaEventCreateWithFlags(&mark.reached, cudaEventDisableTiming),
-                        "cudaEventCreateWithFlags", device_index_);
-  }
   if (status.ok()) {
-    status = CudaStatus(cudaEventRecord(mark.reached, stream_), "cudaEventRecord", device_index_);
+    status = CudaStatus(
+        cudaStreamWaitEvent(stream_, static_cast<const CudaDevicePoint&>(*point).event(), 0),
+        "cudaStreamWaitEvent", device_index_);
   }
+  point = nullptr;
+  lock.lock();
+  error_.Update(status);
+  if (status.ok()) marks_.push_back({nullptr, event, std::nullopt, absl::OkStatus()});
+}
+
+absl::Status CudaStreamQueue::RecordMark(Mark& mark) {
+  if (absl::Status status = UseCudaDevice(device_index_); !status.ok()) return status;
+  absl::StatusOr<CudaEventPool::SharedEvent> reached = events_->Take();
+  if (!reached.ok()) return reached.status();
+  mark.reached = *std::move(reached);
+  return CudaStatus(cudaEventRecord(mark.reached.get(), stream_), "cudaEventRecord", device_index_);
+}
+
+void CudaStreamQueue::PushMark(Lock& lock, std::optional<Event> event) {
+  unmarked_ = false;
+  Mark mark = {nullptr, std::nullopt, std::move(event), error_};
+  lock.unlock();
+  const absl::Status status = RecordMark(mark);
   if (!status.ok()) {
     // Nothing can be marked any more, so the device must be done before anyone is told so.
     if (stream_ != nullptr) static_cast<void>(cudaStreamSynchronize(stream_));
     if (mark.event.has_value()) {
-      absl::Status error = mark.error;
-      error.Update(status);
-      mark.event->Signal(error);
+      mark.error.Update(status);
+      mark.event->Signal(mark.error);
     }
+  } else if (mark.event.has_value() && mark.error.ok()) {
+    mark.event->Place(
+        std::make_shared<CudaDevicePoint>(device_index_, mark.reached.get(), mark.reached));
   }
   lock.lock();
   error_.Update(status);
-  if (!status.ok()) {
-    if (mark.reached != nullptr) idle_events_.push_back(mark.reached);
-    return;
-  }
+  if (!status.ok()) return;
   if (mark.event.has_value()) ++num_event_marks_;
   marks_.push_back(std::move(mark));
 }

@@ -264,8 +264,10 @@ absl::StatusOr<NcclExchange::Result> NcclExchange::AsyncError() {
     asked.Update(NcclStatus(functions_, result, params_.comm, "NCCL"));
     return asked;
   });
-  if (!status.ok()) return status;
-  return result;
+  if (status.ok()) return result;
+  // A rank that aborts says by `control` why; all that NCCL knows is that it is gone.
+  if (absl::Status told = params_.control->status(); !told.ok()) return told;
+  return status;
 }
 
 absl::Status NcclExchange::Issue(NcclOperation& operation) {

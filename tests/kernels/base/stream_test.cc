@@ -117,5 +117,36 @@ TEST(EventTest, CallbacksRunOnce) {
   EXPECT_EQ(calls, 2);
 }
 
+TEST(EventTest, IsPlacedOnceAndUntilItIsDone) {
+  Event event;
+  int calls = 0;
+  event.OnPlaced([&calls] { ++calls; });
+  const auto point = std::make_shared<DevicePoint>(Device{});
+  event.Place(point);
+  event.Place(std::make_shared<DevicePoint>(Device{}));
+  EXPECT_EQ(event.point(), point);
+  EXPECT_FALSE(event.done());
+  EXPECT_EQ(calls, 1);
+  event.OnPlaced([&calls] { ++calls; });
+  EXPECT_EQ(calls, 2);
+  event.Signal(absl::UnknownError("why"));
+  EXPECT_EQ(event.point(), nullptr);
+  EXPECT_EQ(point.use_count(), 1);
+  EXPECT_EQ(event.status(), absl::UnknownError("why"));
+  EXPECT_EQ(calls, 2);
+}
+
+TEST(EventTest, WhatIsDoneIsNotPlaced) {
+  Event event;
+  int calls = 0;
+  event.OnPlaced([&calls] { ++calls; });
+  event.Signal();
+  EXPECT_EQ(calls, 1);
+  event.Place(std::make_shared<DevicePoint>(Device{}));
+  EXPECT_EQ(event.point(), nullptr);
+  event.OnPlaced([&calls] { ++calls; });
+  EXPECT_EQ(calls, 2);
+}
+
 }  // namespace
 }  // namespace expertmesh

@@ -18,9 +18,14 @@
 
 // What CUDA's opaque handles point at.
 struct CUevent_st {
+  // Outlives the event in the work of streams that wait for it.
+  struct Progress {
+    int64_t num_recorded = 0;
+    int64_t num_reached = 0;
+    bool is_reached() const { return num_reached == num_recorded; }
+  };
   int device = 0;
-  int64_t num_recorded = 0;
-  int64_t num_reached = 0;
+  std::shared_ptr<Progress> progress = std::make_shared<Progress>();
 };
 
 struct CUstream_st {
@@ -530,7 +535,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   Runtime& runtime = expertmesh::TheRuntime();
   const std::lock_guard<std::mutex> lock(runtime.mutex);
   if (runtime.events.erase(event) == 0) return cudaErrorInvalidResourceHandle;
-  if (event->num_reached != event->num_recorded && runtime.broken == cudaSuccess) {
+  if (!event->progress->is_reached() && runtime.broken == cudaSuccess) {
     expertmesh::Fail("an event was destroyed while it was pending");
   }
   delete event;
@@ -543,9 +548,9 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
       return cudaErrorInvalidResourceHandle;
     }
     if (!Knows(runtime, stream)) return cudaErrorInvalidResourceHandle;
-    const int64_t number = ++event->num_recorded;
-    return Push(runtime, stream, {nullptr, [event, number] {
-                                    event->num_reached = std::max(event->num_reached, number);
+    const int64_t number = ++event->progress->num_recorded;
+    return Push(runtime, stream, {nullptr, [progress = event->progress, number] {
+                                    progress->num_reached = std::max(progress->num_reached, number);
                                     return cudaSuccess;
                                   }});
   });
@@ -556,23 +561,23 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
     if (runtime.events.count(event) == 0) return cudaErrorInvalidResourceHandle;
     runtime.Step();
     if (runtime.broken != cudaSuccess) return runtime.broken;
-    return event->num_reached == event->num_recorded ? cudaSuccess : cudaErrorNotReady;
+    return event->progress->is_reached() ? cudaSuccess : cudaErrorNotReady;
   });
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   return Call("cudaEventSynchronize", [&](Runtime& runtime) {
     if (runtime.events.count(event) == 0) return cudaErrorInvalidResourceHandle;
-    return runtime.RunUntil([&] { return event->num_reached == event->num_recorded; });
+    return runtime.RunUntil([&] { return event->progress->is_reached(); });
   });
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int) {
   return Call("cudaStreamWaitEvent", [&](Runtime& runtime) {
     if (runtime.events.count(event) == 0) return cudaErrorInvalidResourceHandle;
-    const int64_t number = event->num_recorded;
-    return Push(
-        runtime, stream,
-        {[event, number] { return event->num_reached >= number; }, [] { return cudaSuccess; }});
+    const int64_t number = event->progress->num_recorded;
+    return Push(runtime, stream,
+                {[progress = event->progress, number] { return progress->num_reached >= number; },
+                 [] { return cudaSuccess; }});
   });
 }
