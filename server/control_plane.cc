@@ -259,6 +259,13 @@ absl::Status ControlPlane::Impl::Listen() {
   const std::lock_guard<std::mutex> lock(start_mutex);
   server = *std::move(started);
   address = AddressWithPort(options.server.listen, server->port());
+  if (options.allow_admin && options.tls.ca.empty() &&
+      !IsLocalListenAddress(options.server.listen)) {
+    LogWarning(
+        "whoever reaches this address may end this server's work: --allow_admin without "
+        "--tls_ca, which asks clients for certificates",
+        {{"listen", address}});
+  }
   LogInfo(absl::StrCat("listening on ", address, "; calls wait until the experts are loaded"));
   return WritePortFile(options.port_file, server->port());
 }

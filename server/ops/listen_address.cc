@@ -1,5 +1,8 @@
 #include "server/ops/listen_address.h"
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -9,6 +12,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 
 namespace expertmesh {
 namespace {
@@ -36,6 +40,19 @@ absl::Status CheckListenAddress(absl::string_view flag, absl::string_view value)
   }
   return absl::InvalidArgumentError(absl::StrCat(
       "--", flag, " is '", value, "'; expected host:port or [v6]:port, the port 0 to ", kMaxPort));
+}
+
+bool IsLocalListenAddress(absl::string_view value) {
+  if (absl::StartsWith(value, "unix:")) return true;
+  absl::string_view host = value.substr(0, value.rfind(':'));
+  if (absl::ConsumePrefix(&host, "[")) absl::ConsumeSuffix(&host, "]");
+  if (host == "localhost") return true;
+  const std::string text(host);
+  in_addr v4{};
+  if (inet_pton(AF_INET, text.c_str(), &v4) == 1) return (ntohl(v4.s_addr) >> 24) == 127;
+  in6_addr v6{};
+  if (inet_pton(AF_INET6, text.c_str(), &v6) != 1) return false;
+  return IN6_IS_ADDR_LOOPBACK(&v6) || (IN6_IS_ADDR_V4MAPPED(&v6) && v6.s6_addr[12] == 127);
 }
 
 std::string AddressWithPort(const std::string& listen, int port) {

@@ -13,6 +13,10 @@ namespace expertmesh {
 // value and what is expected. Whether the address can be bound is not asked.
 absl::Status CheckListenAddress(absl::string_view flag, absl::string_view value);
 
+// Whether only this machine reaches a listen address: a loopback one, "localhost" or "unix:path".
+// A name otherwise counts as reached from anywhere.
+bool IsLocalListenAddress(absl::string_view value);
+
 // The address that clients dial: `listen` with the port that the system chose.
 std::string AddressWithPort(const std::string& listen, int port);
 

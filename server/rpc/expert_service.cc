@@ -28,12 +28,14 @@ class ExpertServiceImpl final : public RawForward {
  public:
   explicit ExpertServiceImpl(ExpertServiceOptions options)
       : options_(std::move(options)),
+        answered_(options_.metrics),
         unsent_answers_(options_.max_unsent_answer_bytes, options_.metrics->unsent_answer_bytes),
         unsent_stream_answers_(2 * options_.streams->limits().max_all_bytes,
                                options_.metrics->unsent_stream_answer_bytes),
         explain_queue_(4 * options_.max_message_bytes) {
     forward_.state = options_.state;
     forward_.metrics = options_.metrics;
+    forward_.answered = &answered_;
     forward_.decode_limits.max_message_bytes = options_.max_message_bytes;
     forward_.max_deadline = options_.max_deadline;
     forward_.next_request_number = &next_request_number_;
@@ -134,6 +136,7 @@ class ExpertServiceImpl final : public RawForward {
 
   ExpertServiceOptions options_;
   std::atomic<uint64_t> next_request_number_{1};
+  AnsweredCalls answered_;
   UnsentAnswers unsent_answers_;
   UnsentAnswers unsent_stream_answers_;
   ForwardEnvironment forward_;

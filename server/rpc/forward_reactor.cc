@@ -10,7 +10,6 @@
 #include "grpcpp/server_context.h"
 #include "kernels/base/steady_now.h"
 #include "server/ops/call_error.h"
-#include "server/ops/logging.h"
 #include "server/rpc/grpc_deadline.h"
 #include "server/rpc/status_mapping.h"
 #include "server/rpc/validate_only.h"
@@ -166,7 +165,6 @@ void ForwardReactor::Complete(absl::StatusOr<ForwardResult> result) {
 }
 
 void ForwardReactor::Answer(absl::StatusOr<grpc::ByteBuffer> response) {
-  const ServerMetrics& metrics = *environment_.metrics;
   absl::Status status = response.status();
   // A client's deadline reaches us as a cancellation.
   if (absl::IsCancelled(status) && SteadyNow() >= deadline_) {
@@ -174,25 +172,19 @@ void ForwardReactor::Answer(absl::StatusOr<grpc::ByteBuffer> response) {
   }
   status = NameServersDeadline(std::move(status), arrival_, deadline_, environment_.max_deadline);
   if (response.ok()) {
-    metrics.response_bytes.Increment(static_cast<int64_t>(response->Length()));
+    environment_.metrics->response_bytes.Increment(static_cast<int64_t>(response->Length()));
     response_->Swap(&*response);
     if (canceller_ != nullptr) environment_.unsent_answers->StartSending(answer_room_);
   } else {
     Release();
   }
   const grpc::Status answer = ToGrpcStatus(status);
-  metrics.CountCall(CallMethod::kForward, static_cast<absl::StatusCode>(answer.error_code()),
-                    absl::ToDoubleSeconds(SteadyNow() - arrival_));
-  metrics.calls_in_flight[static_cast<int>(CallMethod::kForward)].Add(-1);
-  if (answer.error_code() == grpc::StatusCode::INTERNAL) {
-    LogError("a call failed", {{"request_id", request_id_}, {"error", answer.error_message()}});
-  } else if (LogEnabled(LogLevel::kDebug)) {
-    LogDebug("a call ended", {{"request_id", request_id_},
-                              {"code", static_cast<int>(answer.error_code())},
-                              {"error", answer.error_message()},
-                              {"tokens", info_.num_tokens},
-                              {"micros", absl::ToInt64Microseconds(SteadyNow() - arrival_)}});
-  }
+  environment_.answered->Count({.method = CallMethod::kForward,
+                                .request_id = request_id_,
+                                .num_tokens = info_.num_tokens,
+                                .elapsed = SteadyNow() - arrival_,
+                                .status = std::move(status),
+                                .code = static_cast<absl::StatusCode>(answer.error_code())});
   Finish(answer);
 }
 

@@ -13,6 +13,7 @@
 #include "grpcpp/support/server_callback.h"
 #include "server/control/forward_controller.h"
 #include "server/ops/server_metrics.h"
+#include "server/rpc/answered_calls.h"
 #include "server/rpc/explain_queue.h"
 #include "server/rpc/forward_decoder.h"
 #include "server/rpc/forward_response.h"
@@ -26,6 +27,7 @@ namespace expertmesh {
 struct ForwardEnvironment {
   ServingState* state = nullptr;
   const ServerMetrics* metrics = nullptr;
+  AnsweredCalls* answered = nullptr;
   ForwardDecodeLimits decode_limits;
   absl::Duration max_deadline;
   ExplainQueue* explain_queue = nullptr;

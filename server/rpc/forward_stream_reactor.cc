@@ -11,7 +11,6 @@
 #include "expertmesh/v1/expert_service.pb.h"
 #include "kernels/base/steady_now.h"
 #include "server/ops/call_error.h"
-#include "server/ops/logging.h"
 #include "server/rpc/forward_encoder.h"
 #include "server/rpc/forward_response.h"
 #include "server/rpc/forward_stream_envelope.h"
@@ -359,11 +358,13 @@ void ForwardStreamReactor::Complete(const MessagePtr& message,
 void ForwardStreamReactor::Answer(const MessagePtr& message,
                                   absl::StatusOr<grpc::ByteBuffer> response) {
   google::rpc::Status error;
+  absl::Status status;
   if (!response.ok()) {
+    status = NameServersDeadline(response.status(), message->arrival, message->deadline,
+                                 environment_.max_deadline);
     v1::ForwardStreamResponse answer;
     answer.set_stream_seq(message->stream_seq);
-    *answer.mutable_error() = error = ToRpcStatus(NameServersDeadline(
-        response.status(), message->arrival, message->deadline, environment_.max_deadline));
+    *answer.mutable_error() = error = ToRpcStatus(status);
     response = EncodeSmallMessage(answer);
   }
   const auto size_bytes = static_cast<int64_t>(response->Length());
@@ -376,7 +377,13 @@ void ForwardStreamReactor::Answer(const MessagePtr& message,
   message->bytes.Swap(&*response);
   // Before the answer may be out: then gRPC may take the stream for ended, and its server with it.
   environment_.metrics->response_bytes.Increment(size_bytes);
-  CountAnswer(*message, static_cast<absl::StatusCode>(error.code()), error.message());
+  environment_.answered->Count({.method = CallMethod::kForwardStream,
+                                .request_id = message->request_id,
+                                .stream_seq = message->stream_seq,
+                                .num_tokens = message->info.num_tokens,
+                                .elapsed = SteadyNow() - message->arrival,
+                                .status = std::move(status),
+                                .code = static_cast<absl::StatusCode>(error.code())});
   bool wanted;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -385,24 +392,6 @@ void ForwardStreamReactor::Answer(const MessagePtr& message,
   }
   if (!wanted) message->bytes.Clear();
   Pump();
-}
-
-void ForwardStreamReactor::CountAnswer(const Message& message, absl::StatusCode code,
-                                       absl::string_view error) const {
-  const ServerMetrics& metrics = *environment_.metrics;
-  const absl::Duration elapsed = SteadyNow() - message.arrival;
-  metrics.CountCall(CallMethod::kForwardStream, code, absl::ToDoubleSeconds(elapsed));
-  metrics.calls_in_flight[static_cast<int>(CallMethod::kForwardStream)].Add(-1);
-  if (code == absl::StatusCode::kInternal) {
-    LogError("a call failed", {{"request_id", message.request_id}, {"error", error}});
-  } else if (LogEnabled(LogLevel::kDebug)) {
-    LogDebug("a call ended", {{"request_id", message.request_id},
-                              {"stream_seq", absl::StrCat(message.stream_seq)},
-                              {"code", static_cast<int>(code)},
-                              {"error", error},
-                              {"tokens", message.info.num_tokens},
-                              {"micros", absl::ToInt64Microseconds(elapsed)}});
-  }
 }
 
 }  // namespace expertmesh

@@ -63,7 +63,6 @@ class ForwardStreamReactor final
   void Validate(const MessagePtr& message, ValidForward valid);
   void Complete(const MessagePtr& message, absl::StatusOr<ForwardResult> result);
   void Answer(const MessagePtr& message, absl::StatusOr<grpc::ByteBuffer> response);
-  void CountAnswer(const Message& message, absl::StatusCode code, absl::string_view error) const;
 
   const ForwardEnvironment& environment_;
   ForwardStreamSet* const streams_;

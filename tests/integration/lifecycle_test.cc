@@ -222,10 +222,19 @@ TEST(LifecycleTest, StatusForOperatorsWhereItIsAllowed) {
   const auto closed = ServerUnderTest::Start({.checkpoint = kFixture});
   ASSERT_NE(closed, nullptr);
   EXPECT_EQ(closed->GetStatus().status().code(), absl::StatusCode::kUnimplemented);
+  const char* const kOpenToAll = "may end this server's work: --allow_admin without --tls_ca";
+  const auto open =
+      ServerProcess::Start({.path = SiblingBinary("expertmesh-control-plane"),
+                            .args = {absl::StrCat("--checkpoint=", kFixture), "--allow_admin",
+                                     "--listen=0.0.0.0:0", "--metrics_listen="}});
+  ASSERT_TRUE(open.ok()) << open.status();
+  EXPECT_TRUE((*open)->WaitForLine("serving ", absl::Seconds(60)).ok());
+  EXPECT_THAT((*open)->Stderr(), HasSubstr(kOpenToAll));
 
   const auto server = ServerUnderTest::Start(
       {.checkpoint = kFixture, .args = {"--allow_admin", "--local_ranks=3"}});
   ASSERT_NE(server, nullptr);
+  EXPECT_THAT(server->process().Stderr(), testing::Not(HasSubstr(kOpenToAll)));
   EXPECT_TRUE(server->Forward(GoodRequest({"", 1, 0, 48, 12}, 4, 2)).ok());
   const auto status = server->GetStatus();
   ASSERT_TRUE(status.ok()) << status.status();

@@ -27,5 +27,17 @@ TEST(ListenAddressTest, AnythingElseNamesFlagValueAndLimit) {
   }
 }
 
+TEST(ListenAddressTest, WhatOnlyThisMachineReaches) {
+  for (const char* value : {"127.0.0.1:0", "127.8.9.1:50051", "localhost:1", "[::1]:1",
+                            "[::ffff:127.0.0.1]:1", "unix:/run/x", "unix:x:1"}) {
+    EXPECT_TRUE(IsLocalListenAddress(value)) << value;
+  }
+  for (const char* value :
+       {"0.0.0.0:0", "10.0.0.1:50051", "[::]:1", "[::ffff:10.0.0.1]:1", "128.0.0.1:1", "host:1",
+        "localhost.example:1", "127.0.0.1.example:1"}) {
+    EXPECT_FALSE(IsLocalListenAddress(value)) << value;
+  }
+}
+
 }  // namespace
 }  // namespace expertmesh
