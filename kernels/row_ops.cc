@@ -17,6 +17,23 @@ absl::Status CheckDType(const char* field, DType dtype) {
 
 }  // namespace
 
+absl::Status CheckUploadRows(const UploadRowsParams& params) {
+  if (params.row_bytes < 1) {
+    return absl::InvalidArgumentError(absl::StrCat("row_bytes ", params.row_bytes));
+  }
+  bool has_rows = false;
+  for (const RowSpan& source : params.sources) {
+    if (source.num_rows < 0 || (source.num_rows > 0 && source.data == nullptr)) {
+      return absl::InvalidArgumentError(absl::StrCat("a span of ", source.num_rows, " rows"));
+    }
+    has_rows = has_rows || source.num_rows > 0;
+  }
+  if (has_rows && (params.output == nullptr || params.host_arena == nullptr)) {
+    return absl::InvalidArgumentError("output or host_arena is null");
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckGatherRows(const GatherRowsParams& params) {
   if (const absl::Status status = CheckDType("dtype", params.dtype); !status.ok()) return status;
   if (params.hidden_size < 1) {
@@ -68,6 +85,15 @@ absl::Status CheckSumRows(const SumRowsParams& params) {
   }
   for (const int64_t index : params.row_indices) {
     if (index < 0) return absl::InvalidArgumentError(absl::StrCat("row index ", index));
+  }
+  if (!params.destination_indices.empty() &&
+      params.destination_indices.size() != params.offsets.size() - 1) {
+    return absl::InvalidArgumentError(absl::StrCat(params.destination_indices.size(),
+                                                   " destination_indices for ",
+                                                   params.offsets.size() - 1, " outputs"));
+  }
+  for (const int64_t index : params.destination_indices) {
+    if (index < 0) return absl::InvalidArgumentError(absl::StrCat("destination index ", index));
   }
   if ((params.offsets.size() > 1 && params.output == nullptr) ||
       (!params.row_indices.empty() && params.rows == nullptr)) {

@@ -20,6 +20,18 @@ class CpuRowOps : public RowOps {
   CpuRowOps(const IsaTable* table, ParallelFor* parallel_for)
       : table_(*table), parallel_for_(*parallel_for) {}
 
+  absl::Status UploadRows(const UploadRowsParams& params, Stream& stream) override {
+    absl::Status status = CheckUploadRows(params);
+    std::byte* output = params.output;
+    for (const RowSpan& source : params.sources) {
+      if (!status.ok()) break;
+      const int64_t size_bytes = source.num_rows * params.row_bytes;
+      status = stream.Copy(output, source.data, size_bytes);
+      output += size_bytes;
+    }
+    return status;
+  }
+
   absl::Status GatherRows(const GatherRowsParams& params, Stream& stream) override {
     if (const absl::Status status = CheckGatherRows(params); !status.ok()) return status;
     if (params.row_indices.empty()) return absl::OkStatus();
@@ -129,7 +141,10 @@ void CpuRowOps::RunSum(const SumRowsParams& params) const {
       args.addend = params.addend == nullptr ? nullptr : params.addend + row * params.hidden_size;
       args.addend_scale = params.addend_scales == nullptr ? 1.0f : params.addend_scales[row];
       args.num_columns = params.hidden_size;
-      args.output = params.output + row * out_bytes;
+      const int64_t destination_row = params.destination_indices.empty()
+                                          ? row
+                                          : params.destination_indices[static_cast<size_t>(row)];
+      args.output = params.output + destination_row * out_bytes;
       args.output_type = ElementTypeOf(params.output_dtype);
       table_.sum_row(args);
     }

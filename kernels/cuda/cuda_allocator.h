@@ -50,6 +50,12 @@ class CudaAllocator : public Allocator {
   const std::unique_ptr<State> state_;
 };
 
+// The memory of one GPU's rank. Shared, because what a stream has not passed yet keeps it.
+struct CudaAllocators {
+  std::shared_ptr<CudaAllocator> device;
+  std::shared_ptr<CudaAllocator> pinned;
+};
+
 }  // namespace expertmesh
 
 #endif  // EXPERTMESH_KERNELS_CUDA_CUDA_ALLOCATOR_H_

@@ -6,11 +6,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/base/steady_now.h"
+#include "kernels/cuda/cuda_allocator.h"
 #include "kernels/cuda/cuda_expert_kernels.h"
 #include "kernels/cuda/cuda_row_ops.h"
 #include "kernels/cuda/cuda_status.h"
 #include "kernels/cuda/cuda_stream.h"
-#include "kernels/cuda/cuda_upload.h"
 
 namespace expertmesh {
 namespace {

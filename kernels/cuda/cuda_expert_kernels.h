@@ -4,8 +4,8 @@
 #include <memory>
 
 #include "absl/status/statusor.h"
+#include "kernels/cuda/cuda_allocator.h"
 #include "kernels/cuda/cuda_stream.h"
-#include "kernels/cuda/cuda_upload.h"
 #include "kernels/expert_kernels.h"
 
 namespace expertmesh {

@@ -10,8 +10,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/base/buffer.h"
+#include "kernels/cuda/cuda_allocator.h"
 #include "kernels/cuda/cuda_stream.h"
-#include "kernels/cuda/cuda_upload.h"
 #include "kernels/cuda/grouped_gemm.h"
 #include "kernels/expert_kernels.h"
 

@@ -3,16 +3,17 @@
 
 #include <memory>
 
-#include "kernels/cuda/cuda_upload.h"
+#include "kernels/cuda/cuda_allocator.h"
 #include "kernels/row_ops.h"
 
 namespace expertmesh {
 
 // RowOps on a GPU, with the bytes of CpuRowOps. Streams are CudaStreams of the allocators' device,
-// else INVALID_ARGUMENT. Lists are copied when a call is made, and so are the rows of host spans,
-// unless they are large and in pinned memory: then the GPU fetches them in the stream's order.
-// RESOURCE_EXHAUSTED when there is no memory for either. Memory of `allocators.device` counts as
-// the device's, everything else as the host's. Thread safe.
+// else INVALID_ARGUMENT. A call with StepLists and rows on the device is one launch for every eight
+// spans; what else it names on the host, lists and rows, it copies first, at the cost of memory
+// (RESOURCE_EXHAUSTED) and of a copy for the lists and for each span. Memory of `allocators.device`
+// counts as the device's, everything else as the host's; UploadRows copies spans of
+// `allocators.pinned` from where they lie when they are large, and packs the others. Thread safe.
 std::unique_ptr<RowOps> NewCudaRowOps(const CudaAllocators& allocators);
 
 }  // namespace expertmesh

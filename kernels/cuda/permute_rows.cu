@@ -8,16 +8,31 @@ namespace {
 // Accesses that a thread has in flight at once.
 constexpr int kUnroll = 4;
 
+// Null: another launch's.
+template <class T>
+__device__ __forceinline__ const T* SourceRow(const CudaPermuteRowsParams& params, int64_t i,
+                                              int64_t row_size) {
+  const int64_t index = params.row_indices[i];
+  if (index < params.first_row || index >= params.end_row) return nullptr;
+  const void* rows = params.rows;
+  int64_t first_row = params.first_row;
+  for (int32_t s = 0; s < params.num_more && index >= params.more[s].first_row; ++s) {
+    rows = params.more[s].rows;
+    first_row = params.more[s].first_row;
+  }
+  return static_cast<const T*>(rows) + (index - first_row) * row_size;
+}
+
 // Row addresses are taken once per warp and piece. Unit is what one access moves.
 template <class Unit>
 __global__ void __launch_bounds__(kWarpSize* kWarpsPerBlock)
     CopyRows(const __grid_constant__ CudaPermuteRowsParams params) {
-  const Unit* rows = static_cast<const Unit*>(params.rows);
   Unit* output = static_cast<Unit*>(params.output);
   const int64_t units = params.hidden_size;  // the launcher counts in units
   for (int64_t i = int64_t{blockIdx.x} * kWarpsPerBlock + threadIdx.y; i < params.num_rows;
        i += int64_t{gridDim.x} * kWarpsPerBlock) {
-    const Unit* source = rows + int64_t{params.row_indices[i]} * units;
+    const Unit* source = SourceRow<Unit>(params, i, units);
+    if (source == nullptr) continue;
     const int64_t to = params.destination_indices == nullptr ? i : params.destination_indices[i];
     Unit* destination = output + to * units;
     for (int64_t first = int64_t{blockIdx.y} * kWarpSize * kUnroll; first < units;
@@ -40,11 +55,11 @@ __global__ void __launch_bounds__(kWarpSize* kWarpsPerBlock)
 template <class T, int kVec>
 __global__ void __launch_bounds__(kWarpSize* kWarpsPerBlock)
     ScaleRows(const __grid_constant__ CudaPermuteRowsParams params) {
-  const T* rows = static_cast<const T*>(params.rows);
   T* output = static_cast<T*>(params.output);
   for (int64_t i = int64_t{blockIdx.x} * kWarpsPerBlock + threadIdx.y; i < params.num_rows;
        i += int64_t{gridDim.x} * kWarpsPerBlock) {
-    const T* source = rows + int64_t{params.row_indices[i]} * params.hidden_size;
+    const T* source = SourceRow<T>(params, i, params.hidden_size);
+    if (source == nullptr) continue;
     const int64_t to = params.destination_indices == nullptr ? i : params.destination_indices[i];
     T* destination = output + to * params.hidden_size;
     const float factor = ToFloat(FromFloat<T>(params.weights[i]));
@@ -81,11 +96,21 @@ cudaError_t LaunchCopy(CudaPermuteRowsParams params, int64_t row_bytes, cudaStre
                       RowPieceBlock(), stream, params);
 }
 
+// Whether every source is aligned to this many bytes.
+bool SourcesAreAligned(const CudaPermuteRowsParams& params, int64_t bytes) {
+  bool aligned = IsAligned(params.rows, bytes);
+  for (int32_t s = 0; s < params.num_more; ++s) {
+    aligned = aligned && IsAligned(params.more[s].rows, bytes);
+  }
+  return aligned;
+}
+
 // In the widest unit that divides every row's address.
 cudaError_t LaunchCopyOfBytes(const CudaPermuteRowsParams& params, cudaStream_t stream) {
   const int64_t row_bytes = params.hidden_size * DTypeBytes(params.dtype);
   const auto fits = [&](int64_t unit) {
-    return row_bytes % unit == 0 && IsAligned(params.rows, unit) && IsAligned(params.output, unit);
+    return row_bytes % unit == 0 && SourcesAreAligned(params, unit) &&
+           IsAligned(params.output, unit);
   };
   if (fits(16)) return LaunchCopy<uint4>(params, row_bytes, stream);
   if (fits(8)) return LaunchCopy<uint2>(params, row_bytes, stream);
@@ -109,7 +134,9 @@ cudaError_t LaunchPermuteRows(const CudaPermuteRowsParams& params, cudaStream_t 
   if (!IsActivationDType(params.dtype) && !is_quantized) return cudaErrorInvalidValue;
   if (params.hidden_size < 1 || params.num_rows < 0 || params.scales_per_row < 0 ||
       (is_quantized && params.weights != nullptr && !has_scales) ||
-      (!is_quantized && params.weights != nullptr && has_scales)) {
+      (!is_quantized && params.weights != nullptr && has_scales) || params.num_more < 0 ||
+      params.num_more >= CudaPermuteRowsParams::kMaxSources ||
+      (has_scales && (params.num_more > 0 || params.first_row != 0))) {
     return cudaErrorInvalidValue;
   }
   if (params.num_rows == 0) return cudaSuccess;
@@ -126,7 +153,7 @@ cudaError_t LaunchPermuteRows(const CudaPermuteRowsParams& params, cudaStream_t 
   if (params.weights == nullptr || is_quantized) return LaunchCopyOfBytes(params, stream);
   return WithActivationType(params.dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
-    if (RowsAreWide(params.rows, params.hidden_size) &&
+    if (RowsAreWide(params.rows, params.hidden_size) && SourcesAreAligned(params, 16) &&
         RowsAreWide(params.output, params.hidden_size)) {
       return LaunchScale<T, kWideVec>(params, stream);
     }

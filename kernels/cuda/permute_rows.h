@@ -11,7 +11,20 @@ namespace expertmesh {
 
 // All pointers are device memory. Rows are [*, hidden_size] of `dtype`.
 struct CudaPermuteRowsParams {
+  // Rows lie in several memories and are counted through all of them: `rows` has those from
+  // first_row on, more[s].rows those from more[s].first_row on, ascending.
+  struct Source {
+    const void* rows = nullptr;
+    int64_t first_row = 0;
+  };
+  static constexpr int32_t kMaxSources = 8;
+
   const void* rows = nullptr;
+  int64_t first_row = 0;
+  int32_t num_more = 0;
+  Source more[kMaxSources - 1];
+  // An index below first_row or not below this one is another launch's: nothing is done about it.
+  int64_t end_row = INT64_MAX;
   DType dtype = DType::kInvalid;  // an activation dtype, float8_e4m3 or int8
   int64_t hidden_size = 0;
   int64_t num_rows = 0;                  // of the output
@@ -24,7 +37,7 @@ struct CudaPermuteRowsParams {
   const int64_t* destination_indices = nullptr;
   void* output = nullptr;
   // Scales that travel with the rows: [*, scales_per_row], or 0 and null. Needed for weights on a
-  // quantized dtype.
+  // quantized dtype. Of one source alone.
   int64_t scales_per_row = 0;
   const float* scales = nullptr;
   float* output_scales = nullptr;

@@ -42,7 +42,8 @@ __device__ __forceinline__ void SumPiece(const CudaSumRowsParams& params, int64_
   RowVector<Out, kVec> rounded;
 #pragma unroll
   for (int v = 0; v < kVec; ++v) rounded.v[v] = FromFloat<Out>(sum[v]);
-  StoreVector<kVec>(static_cast<Out*>(params.output) + at, rounded);
+  const int64_t to = params.destination_indices == nullptr ? row : params.destination_indices[row];
+  StoreVector<kVec>(static_cast<Out*>(params.output) + to * params.hidden_size + column, rounded);
 }
 
 template <class In, class Out, int kVec>

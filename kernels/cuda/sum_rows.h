@@ -24,7 +24,9 @@ struct CudaSumRowsParams {
   const float* weights = nullptr;        // [offsets[num_outputs]] or null: plain sum
   const float* addend = nullptr;         // [num_outputs, hidden_size] or null
   const float* addend_scales = nullptr;  // [num_outputs] or null: plain sum
-  void* output = nullptr;                // [num_outputs, hidden_size]
+  // [num_outputs] or null: output row t goes to row destination_indices[t]; each at most once.
+  const int64_t* destination_indices = nullptr;
+  void* output = nullptr;  // [num_outputs, hidden_size], or wide enough for the destinations
   DType output_dtype = DType::kInvalid;
 };
 

@@ -6,8 +6,8 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "kernels/cuda/cuda_allocator.h"
 #include "kernels/cuda/cuda_stream.h"
-#include "kernels/cuda/cuda_upload.h"
 
 namespace expertmesh {
 

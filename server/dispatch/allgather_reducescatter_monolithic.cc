@@ -30,7 +30,8 @@ class MonolithicExchange : public DispatchHandle {
         row_bytes_(context.hidden_size * DTypeBytes(slice.header.activation_dtype)),
         logits_bytes_(NumLogits(context.router->layer()) * int64_t{sizeof(float)}),
         num_tokens_(
-            std::accumulate(slice.gather_counts.begin(), slice.gather_counts.end(), int64_t{0})) {}
+            std::accumulate(slice.gather_counts.begin(), slice.gather_counts.end(), int64_t{0})),
+        lists_(context.arena, context.host_arena) {}
 
   absl::Status Begin();
 
@@ -50,7 +51,7 @@ class MonolithicExchange : public DispatchHandle {
 
  private:
   absl::StatusOr<std::byte*> AllocateBlocks(int64_t num_tokens) const;
-  absl::StatusOr<std::byte*> MakeOwnBlock() const;
+  absl::StatusOr<std::byte*> MakeOwnBlock();
   // On the host.
   absl::StatusOr<const std::byte*> Logits(int32_t rank) const;
   absl::Status PlanOwnSlice();
@@ -62,6 +63,7 @@ class MonolithicExchange : public DispatchHandle {
   const int64_t logits_bytes_;     // of one token
   const int64_t num_tokens_;       // of all ranks
   std::vector<RowSpan> gathered_;  // [ep_size]; behind each its tokens' logits
+  StepLists lists_;
   StepSlice own_slice_;
   std::optional<RowExchange> exchange_;
 };
@@ -76,20 +78,24 @@ absl::StatusOr<std::byte*> MonolithicExchange::AllocateBlocks(int64_t num_tokens
   return context_.arena->Allocate(*size_bytes);
 }
 
-absl::StatusOr<std::byte*> MonolithicExchange::MakeOwnBlock() const {
+absl::StatusOr<std::byte*> MonolithicExchange::MakeOwnBlock() {
   const int64_t num_tokens = slice_.num_source_tokens;
   absl::StatusOr<std::byte*> block = AllocateBlocks(num_tokens);
   if (!block.ok() || num_tokens == 0) return block;
   absl::StatusOr<absl::Span<int32_t>> rows = context_.host_arena->AllocateSpan<int32_t>(num_tokens);
   if (!rows.ok()) return rows.status();
   std::iota(rows->begin(), rows->end(), 0);
+  lists_.Add(*rows);
+  absl::Status status = lists_.Send(*context_.stream);
+  if (!status.ok()) return status;
   GatherRowsParams params;
   params.sources = hidden_states_;
   params.hidden_size = context_.hidden_size;
   params.dtype = slice_.header.activation_dtype;
   params.row_indices = *rows;
   params.output = *block;
-  absl::Status status = context_.row_ops->GatherRows(params, *context_.stream);
+  params.lists = &lists_;
+  status = context_.row_ops->GatherRows(params, *context_.stream);
   if (!status.ok()) return status;
   const int64_t size_bytes = num_tokens * logits_bytes_;
   const void* logits = slice_.router_logits.data();

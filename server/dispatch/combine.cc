@@ -3,48 +3,6 @@
 #include <numeric>
 
 namespace expertmesh {
-namespace {
-
-// slice.sum_rows as indices of what SumReturned is given. The plan numbers all blocks by ascending
-// rank, without unused slots; there the rank's own block lies behind the others.
-absl::StatusOr<absl::Span<const int64_t>> RowsWhereTheyLie(const StepSlice& slice,
-                                                           StepArena* host_arena) {
-  const int64_t num_slots = slice.max_return_rows();
-  int64_t num_returned = 0;
-  int64_t num_after_own = 0;
-  for (int32_t rank = 0; rank < slice.ep_size; ++rank) {
-    num_returned += slice.return_recv_counts[rank];
-    if (rank > slice.ep_rank) num_after_own += slice.return_recv_counts[rank];
-  }
-  if (num_slots == 0 && (num_after_own == 0 || slice.return_recv_counts[slice.ep_rank] == 0)) {
-    return slice.sum_rows;
-  }
-  absl::StatusOr<absl::Span<int64_t>> places = host_arena->AllocateSpan<int64_t>(num_returned);
-  if (!places.ok()) return places.status();
-  int64_t row = 0;
-  int64_t place = 0;
-  int64_t own_first = 0;
-  for (int32_t rank = 0; rank < slice.ep_size; ++rank) {
-    const int64_t count = slice.return_recv_counts[rank];
-    if (rank == slice.ep_rank) {
-      own_first = row;
-    } else {
-      std::iota(places->begin() + row, places->begin() + row + count, place);
-      place += num_slots > 0 ? num_slots : count;
-    }
-    row += count;
-  }
-  const int64_t own_last = own_first + slice.return_recv_counts[slice.ep_rank];
-  std::iota(places->begin() + own_first, places->begin() + own_last, place);
-  absl::StatusOr<absl::Span<int64_t>> rows =
-      host_arena->AllocateSpan<int64_t>(static_cast<int64_t>(slice.sum_rows.size()));
-  if (!rows.ok()) return rows.status();
-  for (size_t i = 0; i < slice.sum_rows.size(); ++i) (*rows)[i] = (*places)[slice.sum_rows[i]];
-  return *rows;
-}
-
-}  // namespace
-
 absl::StatusOr<PartialSums> PlanPartialSums(const StepSlice& slice, const Permutation& permutation,
                                             StepArena* host_arena) {
   const bool weight_on_input = slice.header.apply_router_weight_on_input;
@@ -80,41 +38,70 @@ absl::StatusOr<PartialSums> PlanPartialSums(const StepSlice& slice, const Permut
   return sums;
 }
 
-absl::Status ComputePartials(const PartialSums& sums, int64_t first, int64_t last,
-                             const StepSlice& slice, const float* expert_output, std::byte* output,
-                             const DispatchContext& context) {
-  if (first == last) return absl::OkStatus();
+absl::Status ComputePartials(const PartialSums& sums, const StepSlice& slice,
+                             const float* expert_output, std::byte* output,
+                             const DispatchContext& context, const StepLists& lists) {
+  if (sums.offsets.size() == 1) return absl::OkStatus();
   SumRowsParams params;
   params.rows = reinterpret_cast<const std::byte*>(expert_output);
   params.rows_dtype = DType::kFloat32;
   params.hidden_size = context.hidden_size;
-  params.offsets = sums.offsets.subspan(first, last - first + 1);
+  params.offsets = sums.offsets;
   params.row_indices = sums.rows;
   params.weights = sums.weights;
+  params.destination_indices = sums.destinations;
   params.output = output;
   params.output_dtype = slice.header.combine_dtype;
+  params.lists = &lists;
   return context.row_ops->SumRows(params, *context.stream);
 }
 
-absl::Status SumReturned(const StepSlice& slice, const std::byte* returned,
-                         const SourceAddend& addend, std::byte* output,
-                         const DispatchContext& context) {
+// The plan numbers all blocks by ascending rank, without unused slots.
+absl::StatusOr<absl::Span<const int64_t>> PlanReturnedRows(const StepSlice& slice,
+                                                           StepArena* host_arena) {
+  const int64_t num_slots = slice.max_return_rows();
+  int64_t num_returned = 0;
+  int64_t num_before_own = 0;
+  for (int32_t rank = 0; rank < slice.ep_size; ++rank) {
+    num_returned += slice.return_recv_counts[rank];
+    if (rank < slice.ep_rank) num_before_own += slice.return_recv_counts[rank];
+  }
+  const int64_t num_own = slice.return_recv_counts[slice.ep_rank];
+  if (num_slots == 0 && (num_before_own == 0 || num_own == 0)) return slice.sum_rows;
+  absl::StatusOr<absl::Span<int64_t>> places = host_arena->AllocateSpan<int64_t>(num_returned);
+  if (!places.ok()) return places.status();
+  auto place = places->begin();
+  int64_t remote_place = num_own;
+  for (int32_t rank = 0; rank < slice.ep_size; ++rank) {
+    const int64_t count = slice.return_recv_counts[rank];
+    const bool is_own = rank == slice.ep_rank;
+    std::iota(place, place + count, is_own ? 0 : remote_place);
+    place += count;
+    if (!is_own) remote_place += num_slots > 0 ? num_slots : count;
+  }
+  absl::StatusOr<absl::Span<int64_t>> rows =
+      host_arena->AllocateSpan<int64_t>(static_cast<int64_t>(slice.sum_rows.size()));
+  if (!rows.ok()) return rows.status();
+  for (size_t i = 0; i < slice.sum_rows.size(); ++i) (*rows)[i] = (*places)[slice.sum_rows[i]];
+  return *rows;
+}
+
+absl::Status SumReturned(const StepSlice& slice, absl::Span<const int64_t> sum_rows,
+                         const std::byte* returned, const SourceAddend& addend, std::byte* output,
+                         const DispatchContext& context, const StepLists& lists) {
   if (slice.num_source_tokens == 0) return absl::OkStatus();
   SumRowsParams params;
   params.rows = returned;
   params.rows_dtype = slice.header.combine_dtype;
   params.hidden_size = context.hidden_size;
   params.offsets = slice.sum_offsets;
-  params.row_indices = slice.sum_rows;
+  params.row_indices = sum_rows;
   params.weights = slice.sum_weights;
   params.addend = addend.rows;
   params.addend_scales = addend.scales;
   params.output = output;
   params.output_dtype = slice.header.output_dtype;
-
-  absl::StatusOr<absl::Span<const int64_t>> rows = RowsWhereTheyLie(slice, context.host_arena);
-  if (!rows.ok()) return rows.status();
-  params.row_indices = *rows;
+  params.lists = &lists;
   return context.row_ops->SumRows(params, *context.stream);
 }
 

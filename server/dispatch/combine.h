@@ -32,23 +32,30 @@ struct PartialSums {
   absl::Span<const int64_t> offsets;  // [num_partials + 1]
   absl::Span<const int64_t> rows;     // [offsets.back()] of the experts' output
   absl::Span<const float> weights;    // [offsets.back()], or empty: not weighted here
+  // [num_partials] or empty: partial i goes to this row of the output instead of row i.
+  absl::Span<const int64_t> destinations;
 };
 
 // The spans live in `host_arena`, the slice or the permutation.
 absl::StatusOr<PartialSums> PlanPartialSums(const StepSlice& slice, const Permutation& permutation,
                                             StepArena* host_arena);
 
-// Enqueues the partials [first, last) into `output` [last - first, hidden_size] in combine_dtype.
-absl::Status ComputePartials(const PartialSums& sums, int64_t first, int64_t last,
-                             const StepSlice& slice, const float* expert_output, std::byte* output,
-                             const DispatchContext& context);
+// Enqueues the partials into `output` [num_partials, hidden_size] (or wide enough for the
+// destinations) in combine_dtype.
+absl::Status ComputePartials(const PartialSums& sums, const StepSlice& slice,
+                             const float* expert_output, std::byte* output,
+                             const DispatchContext& context, const StepLists& lists);
+
+// slice.sum_rows as rows of what SumReturned is given.
+absl::StatusOr<absl::Span<const int64_t>> PlanReturnedRows(const StepSlice& slice,
+                                                           StepArena* host_arena);
 
 // Enqueues the source's half into `output` [num_source_tokens, hidden_size]. `returned`: the
-// partials that came home, those of other ranks by ascending rank (max_return_rows() each with
-// kAllToAllFixedCapacity), then the rank's own.
-absl::Status SumReturned(const StepSlice& slice, const std::byte* returned,
-                         const SourceAddend& addend, std::byte* output,
-                         const DispatchContext& context);
+// rank's own partials, then those that came home from other ranks by ascending rank
+// (max_return_rows() each with kAllToAllFixedCapacity). `sum_rows` is PlanReturnedRows's.
+absl::Status SumReturned(const StepSlice& slice, absl::Span<const int64_t> sum_rows,
+                         const std::byte* returned, const SourceAddend& addend, std::byte* output,
+                         const DispatchContext& context, const StepLists& lists);
 
 }  // namespace expertmesh
 

@@ -10,21 +10,15 @@ class DirectExchange : public RowExchange {
   using RowExchange::RowExchange;
 
   absl::Status Combine(const float* expert_output) override {
-    absl::StatusOr<PartialSums> sums =
-        PlanPartialSums(slice(), permutation(), context().host_arena);
-    if (!sums.ok()) return sums.status();
-    sums_ = *sums;
     expert_output_ = expert_output;
     return absl::OkStatus();
   }
 
   absl::Status Finish(const SourceAddend& /*addend*/, std::byte* output) override {
-    return ComputePartials(sums_, 0, slice().num_output_rows(), slice(), expert_output_, output,
-                           context());
+    return ComputePartials(sums(), slice(), expert_output_, output, context(), lists());
   }
 
  private:
-  PartialSums sums_;
   const float* expert_output_ = nullptr;
 };
 

@@ -82,11 +82,10 @@ class DispatchStrategy {
 
   // First phase: sends the rows of `slice` that belong elsewhere. Collective over the communicator
   // unless the strategy needs none. `slice` has passed CheckSlice for the context's experts;
-  // `hidden_states` are host spans that add up to slice.num_source_tokens rows of hidden_size in
-  // activation_dtype; both outlive the handle. Only rows with an expert are read, but all of them
-  // where it is the rank that routes.
-  // FAILED_PRECONDITION when the strategy needs a communicator and there is none;
-  // RESOURCE_EXHAUSTED from the arenas.
+  // `hidden_states` are spans on the stream's device that add up to slice.num_source_tokens rows of
+  // hidden_size in activation_dtype; both outlive the handle. Only rows with an expert are read,
+  // but all of them where it is the rank that routes. FAILED_PRECONDITION when the strategy needs a
+  // communicator and there is none; RESOURCE_EXHAUSTED from the arenas.
   virtual absl::StatusOr<std::unique_ptr<DispatchHandle>> Dispatch(
       const StepSlice& slice, absl::Span<const RowSpan> hidden_states,
       const DispatchContext& context) const = 0;

@@ -1,5 +1,7 @@
 #include "server/dispatch/row_exchange.h"
 
+#include <algorithm>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -37,7 +39,8 @@ RowExchange::RowExchange(const StepSlice& slice, const DispatchContext& context)
     : slice_(slice),
       context_(context),
       activation_bytes_(DTypeBytes(slice.header.activation_dtype)),
-      combine_bytes_(DTypeBytes(slice.header.combine_dtype)) {}
+      combine_bytes_(DTypeBytes(slice.header.combine_dtype)),
+      lists_(context.arena, context.host_arena) {}
 
 absl::StatusOr<std::unique_ptr<DispatchHandle>> RowExchange::Start(
     const StepSlice& slice, absl::Span<const RowSpan> hidden_states,
@@ -52,15 +55,28 @@ absl::StatusOr<std::unique_ptr<DispatchHandle>> RowExchange::Start(
 }
 
 absl::Status RowExchange::Begin(absl::Span<const RowSpan> hidden_states) {
-  if (absl::Status status = SendRows(hidden_states); !status.ok()) return status;
-  return Plan();
+  sources_.reserve(hidden_states.size() + 1);
+  sources_.assign(hidden_states.begin(), hidden_states.end());
+  const bool plans_first = PlansFirst();
+  absl::Status status = plans_first ? Plan() : absl::OkStatus();
+  if (status.ok() && context_.communicator != nullptr) status = SendRows();
+  if (status.ok() && !plans_first) status = Plan();
+  return status.ok() ? lists_.Send(*context_.stream) : status;
 }
 
 absl::Status RowExchange::BeginGathered(absl::Span<const RowSpan> hidden_states,
                                         absl::Span<const RowSpan> gathered) {
   sources_.assign(hidden_states.begin(), hidden_states.end());
   sources_.insert(sources_.end(), gathered.begin(), gathered.end());
-  return Plan();
+  absl::Status status = Plan();
+  return status.ok() ? lists_.Send(*context_.stream) : status;
+}
+
+bool RowExchange::PlansFirst() const {
+  // A device gets all lists with one copy then, which for few pairs is worth more than the time
+  // for which the rows wait; those of many leave before it is known what becomes of them.
+  constexpr size_t kMaxPairs = 1024;
+  return context_.stream->device() != Device{} && slice_.pair_local_expert.size() <= kMaxPairs;
 }
 
 absl::Status RowExchange::Plan() {
@@ -68,13 +84,49 @@ absl::Status RowExchange::Plan() {
       PlanPermutation(slice_, context_.num_local_experts, context_.format, context_.host_arena);
   if (!permutation.ok()) return permutation.status();
   permutation_ = *permutation;
+  absl::StatusOr<PartialSums> sums = PlanPartialSums(slice_, permutation_, context_.host_arena);
+  if (!sums.ok()) return sums.status();
+  sums_ = *sums;
+  const Blocks sent(slice_.return_send_counts, slice_.ep_rank, slice_.max_return_rows());
+  if (sent.num_remote_places > 0) {
+    if (absl::Status status = PlanDestinations(sent); !status.ok()) return status;
+  }
+  absl::StatusOr<absl::Span<const int64_t>> sum_rows =
+      PlanReturnedRows(slice_, context_.host_arena);
+  if (!sum_rows.ok()) return sum_rows.status();
+  sum_rows_ = *sum_rows;
+  lists_.Add(permutation_.source_rows);
+  lists_.Add(permutation_.weights);
+  lists_.Add(permutation_.destination_rows);
+  lists_.Add(sums_.offsets);
+  lists_.Add(sums_.rows);
+  lists_.Add(sums_.weights);
+  lists_.Add(sums_.destinations);
+  lists_.Add(absl::MakeConstSpan(slice_.sum_offsets));
+  lists_.Add(sum_rows_);
+  lists_.Add(absl::MakeConstSpan(slice_.sum_weights));
   return absl::OkStatus();
 }
 
-absl::Status RowExchange::SendRows(absl::Span<const RowSpan> hidden_states) {
-  sources_.reserve(hidden_states.size() + 1);
-  sources_.assign(hidden_states.begin(), hidden_states.end());
-  if (context_.communicator == nullptr) return absl::OkStatus();
+absl::Status RowExchange::PlanDestinations(const Blocks& sent) {
+  absl::StatusOr<absl::Span<int64_t>> destinations =
+      context_.host_arena->AllocateSpan<int64_t>(sent.num_rows);
+  if (!destinations.ok()) return destinations.status();
+  const int64_t num_slots = slice_.max_return_rows();
+  auto place = destinations->begin();
+  int64_t block = 0;
+  for (int32_t rank = 0; rank < slice_.ep_size; ++rank) {
+    const int64_t count = slice_.return_send_counts[rank];
+    const bool is_own = rank == slice_.ep_rank;
+    std::iota(place, place + count, is_own ? sent.num_remote_places : block);
+    place += count;
+    if (!is_own) block += num_slots > 0 ? num_slots : count;
+  }
+  sums_.destinations = *destinations;
+  return absl::OkStatus();
+}
+
+absl::Status RowExchange::SendRows() {
   return slice_.header.strategy == DispatchMode::kAllGatherReduceScatter ? SendRowsToAll()
                                                                          : SendRowsToOwners();
 }
@@ -94,26 +146,40 @@ absl::Status RowExchange::SendRowsToOwners() {
 }
 
 absl::Status RowExchange::GatherRowsToSend(const Blocks& sent, std::byte* buffer) {
-  const absl::Span<const int32_t> rows = slice_.send_rows;
-  if (slice_.max_num_tokens == 0) {
-    absl::Status status = GatherRows(rows.subspan(0, sent.own_first), {}, buffer);
-    status.Update(GatherRows(rows.subspan(sent.own_last), {},
-                             buffer + sent.own_first * context_.hidden_size * activation_bytes_));
-    return status;
-  }
+  const int64_t num_slots = slice_.max_num_tokens;
+  const int64_t num_remote = sent.num_rows - sent.num_own();
+  absl::StatusOr<absl::Span<int32_t>> rows = context_.host_arena->AllocateSpan<int32_t>(num_remote);
+  if (!rows.ok()) return rows.status();
   absl::StatusOr<absl::Span<int64_t>> places =
-      context_.host_arena->AllocateSpan<int64_t>(sent.num_rows);
+      context_.host_arena->AllocateSpan<int64_t>(num_slots > 0 ? num_remote : 0);
   if (!places.ok()) return places.status();
+  auto from = slice_.send_rows.begin();
   int64_t row = 0;
   int64_t block = 0;
   for (int32_t rank = 0; rank < slice_.ep_size; ++rank) {
-    for (int64_t i = 0; i < slice_.send_counts[rank]; ++i) (*places)[row++] = block + i;
-    if (rank != slice_.ep_rank) block += slice_.max_num_tokens;
+    const int64_t count = slice_.send_counts[rank];
+    if (rank != slice_.ep_rank) {
+      std::copy_n(from, count, rows->begin() + row);
+      if (num_slots > 0) std::iota(places->begin() + row, places->begin() + row + count, block);
+      row += count;
+      block += num_slots;
+    }
+    from += count;
   }
-  absl::Status status =
-      GatherRows(rows.subspan(0, sent.own_first), places->subspan(0, sent.own_first), buffer);
-  status.Update(GatherRows(rows.subspan(sent.own_last), places->subspan(sent.own_last), buffer));
-  return status;
+  return GatherRowsToSend(*rows, *places, buffer);
+}
+
+absl::Status RowExchange::GatherRowsToSend(absl::Span<const int32_t> rows,
+                                           absl::Span<const int64_t> destinations,
+                                           std::byte* buffer) {
+  lists_.Add(rows);
+  lists_.Add(destinations);
+  if (absl::Status status = lists_.Send(*context_.stream); !status.ok()) return status;
+  GatherRowsParams params;
+  params.row_indices = rows;
+  params.destination_indices = destinations;
+  params.output = buffer;
+  return GatherRows(params);
 }
 
 absl::Status RowExchange::SendRowsToAll() {
@@ -136,7 +202,7 @@ absl::Status RowExchange::SendRowsToAll() {
   for (int32_t rank = 0; rank < slice_.ep_size; ++rank) {
     (*receive_bytes)[rank] = slice_.gather_counts[rank] * context_.hidden_size * activation_bytes_;
   }
-  if (absl::Status status = GatherRows(*own_rows, {}, *send); !status.ok()) return status;
+  if (absl::Status status = GatherRowsToSend(*own_rows, {}, *send); !status.ok()) return status;
   sources_.push_back({*receive, gathered.num_rows});
   AllGatherVParams params;
   params.tag = Tag(kDispatchOperation);
@@ -146,34 +212,24 @@ absl::Status RowExchange::SendRowsToAll() {
   return context_.communicator->AllGatherV(params, *context_.stream);
 }
 
-absl::Status RowExchange::GatherRows(absl::Span<const int32_t> rows,
-                                     absl::Span<const int64_t> destinations, std::byte* output) {
-  if (rows.empty()) return absl::OkStatus();
-  GatherRowsParams params;
+absl::Status RowExchange::GatherRows(GatherRowsParams params) {
+  if (params.row_indices.empty()) return absl::OkStatus();
   params.sources = sources_;
   params.hidden_size = context_.hidden_size;
   params.dtype = slice_.header.activation_dtype;
-  params.row_indices = rows;
-  params.destination_indices = destinations;
-  params.output = output;
+  params.lists = &lists_;
   return context_.row_ops->GatherRows(params, *context_.stream);
 }
 
 absl::StatusOr<ExpertRows> RowExchange::Permute() {
   absl::StatusOr<std::byte*> rows = AllocateRows(permutation_.num_rows, activation_bytes_);
   if (!rows.ok()) return rows.status();
-  if (!permutation_.source_rows.empty()) {
-    GatherRowsParams params;
-    params.sources = sources_;
-    params.hidden_size = context_.hidden_size;
-    params.dtype = slice_.header.activation_dtype;
-    params.row_indices = permutation_.source_rows;
-    params.weights = permutation_.weights;
-    params.destination_indices = permutation_.destination_rows;
-    params.output = *rows;
-    absl::Status status = context_.row_ops->GatherRows(params, *context_.stream);
-    if (!status.ok()) return status;
-  }
+  GatherRowsParams params;
+  params.row_indices = permutation_.source_rows;
+  params.weights = permutation_.weights;
+  params.destination_indices = permutation_.destination_rows;
+  params.output = *rows;
+  if (absl::Status status = GatherRows(params); !status.ok()) return status;
   ExpertRows expert_rows;
   expert_rows.format = context_.format;
   expert_rows.rows = *rows;
@@ -188,55 +244,25 @@ absl::StatusOr<ExpertRows> RowExchange::Permute() {
 }
 
 absl::Status RowExchange::Combine(const float* expert_output) {
-  absl::StatusOr<PartialSums> sums = PlanPartialSums(slice_, permutation_, context_.host_arena);
-  if (!sums.ok()) return sums.status();
   const int64_t num_slots = slice_.max_return_rows();
   const Blocks sent(slice_.return_send_counts, slice_.ep_rank, num_slots);
   const Blocks returned(slice_.return_recv_counts, slice_.ep_rank, num_slots);
-  absl::StatusOr<std::byte*> returned_rows =
-      AllocateRows(returned.num_remote_places + returned.num_own(), combine_bytes_);
-  if (!returned_rows.ok()) return returned_rows.status();
-  returned_ = *returned_rows;
+  // What is sent, the rank's own, what comes home: so one sum fills the first two, and another one
+  // reads the last two.
+  absl::StatusOr<std::byte*> partials = AllocateRows(
+      sent.num_remote_places + sent.num_own() + returned.num_remote_places, combine_bytes_);
+  if (!partials.ok()) return partials.status();
   const int64_t row_bytes = context_.hidden_size * combine_bytes_;
-  absl::Status status =
-      ComputePartials(*sums, sent.own_first, sent.own_last, slice_, expert_output,
-                      returned_ + returned.num_remote_places * row_bytes, context_);
+  returned_ = *partials + sent.num_remote_places * row_bytes;
+  absl::Status status = ComputePartials(sums_, slice_, expert_output, *partials, context_, lists_);
   if (!status.ok() || context_.communicator == nullptr) return status;
-
-  absl::StatusOr<std::byte*> send = AllocateRows(sent.num_remote_places, combine_bytes_);
-  if (!send.ok()) return send.status();
-  status = ComputePartialsToSend(*sums, sent, expert_output, *send);
-  if (!status.ok()) return status;
-  return AllToAll(kCombineOperation, *send, slice_.return_send_counts, returned_,
-                  slice_.return_recv_counts, num_slots, combine_bytes_);
-}
-
-absl::Status RowExchange::ComputePartialsToSend(const PartialSums& sums, const Blocks& sent,
-                                                const float* expert_output, std::byte* buffer) {
-  const int64_t row_bytes = context_.hidden_size * combine_bytes_;
-  const int64_t num_slots = slice_.max_return_rows();
-  if (slice_.max_num_tokens == 0) {
-    absl::Status status =
-        ComputePartials(sums, 0, sent.own_first, slice_, expert_output, buffer, context_);
-    status.Update(ComputePartials(sums, sent.own_last, sent.num_rows, slice_, expert_output,
-                                  buffer + sent.own_first * row_bytes, context_));
-    return status;
-  }
-  int64_t row = 0;
-  for (int32_t rank = 0; rank < slice_.ep_size; ++rank) {
-    const int64_t first = row;
-    row += slice_.return_send_counts[rank];
-    if (rank == slice_.ep_rank) continue;
-    absl::Status status =
-        ComputePartials(sums, first, row, slice_, expert_output, buffer, context_);
-    if (!status.ok()) return status;
-    buffer += num_slots * row_bytes;
-  }
-  return absl::OkStatus();
+  return AllToAll(kCombineOperation, *partials, slice_.return_send_counts,
+                  returned_ + sent.num_own() * row_bytes, slice_.return_recv_counts, num_slots,
+                  combine_bytes_);
 }
 
 absl::Status RowExchange::Finish(const SourceAddend& addend, std::byte* output) {
-  return SumReturned(slice_, returned_, addend, output, context_);
+  return SumReturned(slice_, sum_rows_, returned_, addend, output, context_, lists_);
 }
 
 absl::StatusOr<std::byte*> RowExchange::AllocateRows(int64_t num_rows, int64_t element_bytes) {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "kernels/base/step_lists.h"
 #include "server/dispatch/combine.h"
 #include "server/dispatch/dispatch_strategy.h"
 #include "server/dispatch/permute.h"
@@ -46,7 +47,8 @@ class RowExchange : public DispatchHandle {
  protected:
   const StepSlice& slice() const { return slice_; }
   const DispatchContext& context() const { return context_; }
-  const Permutation& permutation() const { return permutation_; }
+  const PartialSums& sums() const { return sums_; }
+  const StepLists& lists() const { return lists_; }
 
  private:
   // The rows of each rank within the plan's numbering and within a buffer that holds those of all
@@ -60,16 +62,19 @@ class RowExchange : public DispatchHandle {
     int64_t num_remote_places = 0;  // in the buffer
   };
 
+  // Everything that follows the exchange of rows, into lists_.
   absl::Status Plan();
-  absl::Status SendRows(absl::Span<const RowSpan> hidden_states);
+  // Where partials of the rows that were received go in Combine's buffer.
+  absl::Status PlanDestinations(const Blocks& sent);
+  bool PlansFirst() const;
+  absl::Status SendRows();
   absl::Status SendRowsToOwners();
   absl::Status SendRowsToAll();
-  // Into a buffer for all other ranks.
+  // Gathers rows of the shard into a buffer for all other ranks.
   absl::Status GatherRowsToSend(const Blocks& sent, std::byte* buffer);
-  absl::Status GatherRows(absl::Span<const int32_t> rows, absl::Span<const int64_t> destinations,
-                          std::byte* output);
-  absl::Status ComputePartialsToSend(const PartialSums& sums, const Blocks& sent,
-                                     const float* expert_output, std::byte* buffer);
+  absl::Status GatherRowsToSend(absl::Span<const int32_t> rows,
+                                absl::Span<const int64_t> destinations, std::byte* buffer);
+  absl::Status GatherRows(GatherRowsParams params);
   CollectiveTag Tag(uint32_t operation) const;
   absl::StatusOr<std::byte*> AllocateRows(int64_t num_rows, int64_t element_bytes);
   // Bytes to or from each rank, none for the rank's own rows.
@@ -85,8 +90,11 @@ class RowExchange : public DispatchHandle {
   const int64_t activation_bytes_;  // of one element
   const int64_t combine_bytes_;     // of one element
   std::vector<RowSpan> sources_;    // the shard, then the rows of other ranks
+  StepLists lists_;
   Permutation permutation_;
-  std::byte* returned_ = nullptr;
+  PartialSums sums_;
+  absl::Span<const int64_t> sum_rows_;
+  std::byte* returned_ = nullptr;  // the rank's own partials, then the others'
 };
 
 }  // namespace expertmesh

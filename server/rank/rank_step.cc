@@ -114,6 +114,26 @@ absl::Status RankStep::AcquireArenas() {
   return absl::OkStatus();
 }
 
+absl::Status RankStep::UploadShard() {
+  if (stream_->device() == Device{}) {
+    hidden_states_ = shard_.rows;
+    return absl::OkStatus();
+  }
+  const DType dtype = slice_.header.activation_dtype;
+  absl::StatusOr<std::byte*> rows =
+      AllocateRows(*device_arena_, slice_.num_source_tokens, layer_->hidden_size, dtype);
+  if (!rows.ok()) return rows.status();
+  hidden_states_ = {{*rows, slice_.num_source_tokens}};
+  UploadRowsParams params;
+  params.sources = shard_.rows;
+  params.row_bytes = layer_->hidden_size * DTypeBytes(dtype);
+  params.output = *rows;
+  params.host_arena = host_arena_.get();
+  absl::Status status = engine_.backend().row_ops().UploadRows(params, *stream_);
+  if (!status.ok() || !slice_.header.include_shared_experts) return status;
+  return stream_->Record(uploaded_);
+}
+
 absl::Status RankStep::Begin() {
   begun_nanos_ = NowNanos();
   const StepHeader& header = slice_.header;
@@ -134,6 +154,8 @@ absl::Status RankStep::Begin() {
   if (!status.ok()) return status;
 
   stream_ = engine_.backend().NewStream();
+  status = UploadShard();
+  if (!status.ok()) return status;
   DispatchContext context;
   context.hidden_size = layer_->hidden_size;
   context.num_local_experts = layer_->num_local_experts;
@@ -146,7 +168,7 @@ absl::Status RankStep::Begin() {
   context.router = layer_->router.get();
   context.placement = &*layer_->placement;
   absl::StatusOr<std::unique_ptr<DispatchHandle>> handle =
-      (*strategy)->Dispatch(slice_, shard_.rows, context);
+      (*strategy)->Dispatch(slice_, hidden_states_, context);
   if (!handle.ok()) return handle.status();
   CloseOrder(header.dispatch_order);
   handle_ = *std::move(handle);
@@ -177,10 +199,12 @@ absl::Status RankStep::EnqueueSharedExperts() {
   }
   // On a stream of its own: the step's waits for the rows of other ranks.
   shared_stream_ = engine_.backend().NewStream();
-  absl::Status status = Mark(*shared_stream_, &shared_begun_nanos_);
+  absl::Status status;
+  if (shared_stream_->device() != Device{}) status = shared_stream_->WaitFor(uploaded_);
+  if (status.ok()) status = Mark(*shared_stream_, &shared_begun_nanos_);
   if (!status.ok()) return status;
   SharedExperts::Rows rows;
-  rows.hidden_states = shard_.rows;
+  rows.hidden_states = hidden_states_;
   rows.num_rows = slice_.num_source_tokens;
   rows.activation_dtype = slice_.header.activation_dtype;
   rows.arena = device_arena_.get();

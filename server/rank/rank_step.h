@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -46,6 +47,7 @@ class RankStep {
   absl::Status CheckShard() const;
   absl::Status CheckLayer() const;
   absl::Status AcquireArenas();
+  absl::Status UploadShard();
   absl::Status CheckOrder() const;
   absl::Status EnqueueSharedExperts();
   absl::Status EnqueueExperts();
@@ -63,8 +65,10 @@ class RankStep {
   const RankEngine::Layer* layer_ = nullptr;
   std::shared_ptr<StepArena> device_arena_;
   std::shared_ptr<StepArena> host_arena_;
+  std::vector<RowSpan> hidden_states_;  // the shard's rows on the device
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Stream> shared_stream_;  // null when the step has no shared experts to run
+  Event uploaded_;                         // of stream_: hidden_states_ are there
   Event shared_done_;                      // of shared_stream_
   SourceAddend addend_;
   std::unique_ptr<DispatchHandle> handle_;

@@ -47,6 +47,28 @@ int64_t SharedExperts::weight_bytes() const {
   return kernels_->weight_bytes() + gate_.size_bytes();
 }
 
+absl::StatusOr<const std::byte*> SharedExperts::Input(const Rows& rows, int64_t size_bytes,
+                                                      RowOps& row_ops, Stream& stream) const {
+  // A device has them in one piece; those of the host lie in requests, wherever and unaligned.
+  if (stream.device() != Device{} && rows.hidden_states.size() == 1) {
+    return rows.hidden_states[0].data;
+  }
+  absl::StatusOr<std::byte*> input = rows.arena->Allocate(size_bytes);
+  if (!input.ok()) return input.status();
+  absl::StatusOr<absl::Span<int32_t>> indices =
+      rows.host_arena->AllocateSpan<int32_t>(rows.num_rows);
+  if (!indices.ok()) return indices.status();
+  std::iota(indices->begin(), indices->end(), 0);
+  GatherRowsParams gather;
+  gather.sources = rows.hidden_states;
+  gather.hidden_size = kernels_->shape().hidden_size;
+  gather.dtype = rows.activation_dtype;
+  gather.row_indices = *indices;
+  gather.output = *input;
+  if (absl::Status status = row_ops.GatherRows(gather, stream); !status.ok()) return status;
+  return *input;
+}
+
 absl::StatusOr<SourceAddend> SharedExperts::Compute(const Rows& rows, RowOps& row_ops,
                                                     Stream& stream) const {
   const int64_t hidden_size = kernels_->shape().hidden_size;
@@ -57,27 +79,14 @@ absl::StatusOr<SourceAddend> SharedExperts::Compute(const Rows& rows, RowOps& ro
     return absl::ResourceExhaustedError(
         absl::StrCat(rows.num_rows, " rows of ", hidden_size, " elements do not fit any memory"));
   }
-  absl::StatusOr<std::byte*> input = rows.arena->Allocate(*input_bytes);
+  absl::StatusOr<const std::byte*> input = Input(rows, *input_bytes, row_ops, stream);
   if (!input.ok()) return input.status();
   absl::StatusOr<absl::Span<float>> output = rows.arena->AllocateSpan<float>(*num_elements);
   if (!output.ok()) return output.status();
-  absl::StatusOr<absl::Span<int32_t>> indices =
-      rows.host_arena->AllocateSpan<int32_t>(rows.num_rows);
-  if (!indices.ok()) return indices.status();
-  std::iota(indices->begin(), indices->end(), 0);
   absl::StatusOr<absl::Span<int64_t>> offsets = rows.host_arena->AllocateSpan<int64_t>(2);
   if (!offsets.ok()) return offsets.status();
   (*offsets)[0] = 0;
   (*offsets)[1] = rows.num_rows;
-
-  GatherRowsParams gather;
-  gather.sources = rows.hidden_states;
-  gather.hidden_size = hidden_size;
-  gather.dtype = rows.activation_dtype;
-  gather.row_indices = *indices;
-  gather.output = *input;
-  absl::Status status = row_ops.GatherRows(gather, stream);
-  if (!status.ok()) return status;
 
   GroupedFfnParams ffn;
   ffn.format = ActivationFormat::kContiguous;
@@ -86,7 +95,7 @@ absl::StatusOr<SourceAddend> SharedExperts::Compute(const Rows& rows, RowOps& ro
   ffn.expert_offsets = *offsets;
   ffn.output = output->data();
   ffn.arena = rows.arena;
-  status = kernels_->GroupedFfn(ffn, stream);
+  absl::Status status = kernels_->GroupedFfn(ffn, stream);
   if (!status.ok()) return status;
 
   SourceAddend addend;

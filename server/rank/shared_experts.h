@@ -47,6 +47,10 @@ class SharedExperts {
   SharedExperts(std::unique_ptr<ExpertKernels> kernels, Buffer gate)
       : kernels_(std::move(kernels)), gate_(std::move(gate)) {}
 
+  // The rows in one piece of the stream's device.
+  absl::StatusOr<const std::byte*> Input(const Rows& rows, int64_t size_bytes, RowOps& row_ops,
+                                         Stream& stream) const;
+
   const std::unique_ptr<ExpertKernels> kernels_;  // one local expert
   const Buffer gate_;                             // float32 [hidden_size] on the device, or empty
 };

@@ -177,6 +177,95 @@ TEST_P(RowOpsConformance, GathersFromRequests) {
   }
 }
 
+// Request memory of every kind and size, some of it unaligned or without rows, in one piece on the
+// device.
+TEST_P(RowOpsConformance, UploadsRowsInOnePiece) {
+  const int64_t row_bytes = 300 * element_bytes_;
+  const int64_t counts[] = {3, 0, 1, 500, 600, 2, 1, 450};
+  std::vector<std::byte> expected;
+  std::vector<Buffer> requests;
+  std::vector<RowSpan> sources;
+  for (const int64_t count : counts) {
+    const int64_t misalignment = static_cast<int64_t>(random_() % 3);
+    requests.push_back(
+        device_->request_allocator().Allocate(count * row_bytes + misalignment).value());
+    std::byte* const rows = requests.back().data() + misalignment;
+    for (int64_t i = 0; i < count * row_bytes; ++i) {
+      rows[i] = static_cast<std::byte>(random_() & 0xff);
+      expected.push_back(rows[i]);
+    }
+    sources.push_back({count == 0 ? nullptr : rows, count});
+  }
+  const int64_t size_bytes = static_cast<int64_t>(expected.size());
+  StepArena host_arena(&device_->request_allocator());
+  UploadRowsParams params;
+  params.sources = sources;
+  params.row_bytes = row_bytes;
+  params.output = PutPoison(size_bytes + 1);
+  params.host_arena = &host_arena;
+  ASSERT_TRUE(row_ops().UploadRows(params, stream()).ok());
+  std::vector<std::byte> output = Take(params.output, size_bytes + 1);
+  EXPECT_EQ(output.back(), kPoison);
+  output.pop_back();
+  EXPECT_TRUE(output == expected);
+  params.row_bytes = 0;
+  EXPECT_EQ(row_ops().UploadRows(params, stream()).code(), absl::StatusCode::kInvalidArgument);
+}
+
+// As a step does it: rows in many pieces of the device's memory, all lists sent before.
+TEST_P(RowOpsConformance, GathersFromManySpansOfTheDevice) {
+  const int64_t hidden_size = 24;
+  const int64_t row_bytes = hidden_size * element_bytes_;
+  for (const int num_spans : {1, 2, 7, 8, 9, 16, 17, 30}) {
+    SCOPED_TRACE(num_spans);
+    std::vector<std::byte> bytes;
+    std::vector<RowSpan> sources;
+    for (int span = 0; span < num_spans; ++span) {
+      const int64_t count = static_cast<int64_t>(random_() % 4);
+      const std::vector<std::byte> rows =
+          ToBytes(RandomValues(random_, count * hidden_size, 1.0, dtype_), dtype_);
+      const int64_t misalignment = static_cast<int64_t>(random_() % 3) * element_bytes_;
+      sources.push_back({Put(rows.data(), count * row_bytes, misalignment), count});
+      bytes.insert(bytes.end(), rows.begin(), rows.end());
+    }
+    const uint64_t num_rows = bytes.size() / static_cast<size_t>(row_bytes);
+    std::vector<int32_t> indices;
+    std::vector<int64_t> destinations;
+    const std::vector<float> weights(40, 1.0f);
+    for (int i = 0; i < 40 && num_rows > 0; ++i) {
+      indices.push_back(static_cast<int32_t>(random_() % num_rows));
+      destinations.push_back(39 - i);
+    }
+    for (const bool weighted : {false, true}) {
+      StepArena arena(&device_->allocator());
+      StepArena host_arena(&device_->request_allocator());
+      StepLists lists(&arena, &host_arena);
+      GatherRowsParams params;
+      params.sources = sources;
+      params.hidden_size = hidden_size;
+      params.dtype = dtype_;
+      params.row_indices = indices;
+      if (weighted) params.weights = absl::MakeConstSpan(weights).subspan(0, indices.size());
+      params.destination_indices = destinations;
+      params.output = PutPoison(40 * row_bytes);
+      params.lists = &lists;
+      lists.Add(params.row_indices);
+      lists.Add(params.weights);
+      lists.Add(params.destination_indices);
+      ASSERT_TRUE(lists.Send(stream()).ok());
+      Gather(params);
+      const std::vector<std::byte> output = Take(params.output, 40 * row_bytes);
+      for (size_t i = 0; i < indices.size(); ++i) {
+        EXPECT_EQ(
+            std::memcmp(output.data() + destinations[i] * row_bytes,
+                        bytes.data() + indices[i] * row_bytes, static_cast<size_t>(row_bytes)),
+            0)
+            << i;
+      }
+    }
+  }
+}
+
 TEST_P(RowOpsConformance, GathersToDestinations) {
   const int64_t hidden_size = 20;
   const int64_t row_bytes = hidden_size * element_bytes_;
@@ -283,6 +372,52 @@ TEST_P(RowOpsConformance, SumsInOrder) {
       }
     }
   }
+}
+
+// What lies between the destinations stays; with the lists sent before, and without.
+TEST_P(RowOpsConformance, SumsToDestinations) {
+  const int64_t hidden_size = 40;
+  const int64_t row_bytes = hidden_size * element_bytes_;
+  const std::vector<int64_t> offsets = {0, 1, 3, 3};
+  const std::vector<int64_t> indices = {2, 0, 1};
+  const std::vector<float> weights = {0.5f, 2.0f, -1.0f};
+  const std::vector<int64_t> destinations = {5, 0, 3};
+  std::byte* const rows = Put(ToBytes(RandomValues(random_, 3 * hidden_size, 1.0, dtype_), dtype_));
+  SumRowsParams params;
+  params.rows = rows;
+  params.rows_dtype = dtype_;
+  params.hidden_size = hidden_size;
+  params.offsets = offsets;
+  params.row_indices = indices;
+  params.weights = weights;
+  params.output = PutPoison(3 * row_bytes);
+  params.output_dtype = dtype_;
+  Sum(params);
+  const std::vector<std::byte> in_order = Take(params.output, 3 * row_bytes);
+  StepArena arena(&device_->allocator());
+  StepArena host_arena(&device_->request_allocator());
+  StepLists lists(&arena, &host_arena);
+  lists.Add(absl::MakeConstSpan(offsets));
+  lists.Add(absl::MakeConstSpan(indices));
+  lists.Add(absl::MakeConstSpan(weights));
+  lists.Add(absl::MakeConstSpan(destinations));
+  ASSERT_TRUE(lists.Send(stream()).ok());
+  params.destination_indices = destinations;
+  for (const bool sent : {false, true}) {
+    params.lists = sent ? &lists : nullptr;
+    params.output = PutPoison(6 * row_bytes);
+    Sum(params);
+    const std::vector<std::byte> output = Take(params.output, 6 * row_bytes);
+    std::vector<std::byte> expected(static_cast<size_t>(6 * row_bytes), kPoison);
+    for (size_t t = 0; t < 3; ++t) {
+      std::memcpy(expected.data() + destinations[t] * row_bytes,
+                  in_order.data() + static_cast<int64_t>(t) * row_bytes,
+                  static_cast<size_t>(row_bytes));
+    }
+    EXPECT_TRUE(output == expected);
+  }
+  params.destination_indices = absl::MakeConstSpan(destinations).subspan(1);
+  EXPECT_EQ(row_ops().SumRows(params, stream()).code(), absl::StatusCode::kInvalidArgument);
 }
 
 // The addend comes last, its product rounded first; a row without entries is the addend alone. A

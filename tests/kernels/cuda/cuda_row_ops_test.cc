@@ -73,6 +73,68 @@ TEST_F(CudaRowOpsTest, SigmoidDotHasTheBytesOfTheCpu) {
   EXPECT_EQ(actual, expected);
 }
 
+// Lists that a step forgot to send are an error, never bytes of something else.
+TEST_F(CudaRowOpsTest, RefusesListsThatWereNotSent) {
+  CudaTestRank rank;
+  StepArena arena(rank.allocators.device.get());
+  StepArena host_arena(rank.allocators.pinned.get());
+  StepLists lists(&arena, &host_arena);
+  const Buffer rows = rank.allocators.device->Allocate(64).value();
+  const RowSpan source = {rows.data(), 4};
+  const int32_t indices[] = {1};
+  const int64_t destinations[] = {0};
+  GatherRowsParams params;
+  params.sources = absl::MakeConstSpan(&source, 1);
+  params.dtype = DType::kFloat32;
+  params.hidden_size = 4;
+  params.row_indices = indices;
+  params.output = rows.data();
+  params.lists = &lists;
+  lists.Add(params.row_indices);
+  EXPECT_EQ(rank.row_ops->GatherRows(params, *rank.stream).code(),
+            absl::StatusCode::kInvalidArgument);
+  ASSERT_TRUE(lists.Send(*rank.stream).ok());
+  EXPECT_TRUE(rank.row_ops->GatherRows(params, *rank.stream).ok());
+  params.destination_indices = destinations;
+  const absl::Status status = rank.row_ops->GatherRows(params, *rank.stream);
+  EXPECT_EQ(status.message(), "lists: has not sent destination_indices");
+  EXPECT_TRUE(rank.stream->Wait(Soon()).ok());
+}
+
+// Large spans of pinned memory cross from where they lie, and what stands between them in one copy.
+TEST_F(CudaRowOpsTest, UploadsInFewCopies) {
+  CudaTestRank rank;
+  StepArena host_arena(rank.allocators.pinned.get());
+  constexpr int64_t kRowBytes = 1 << 10;
+  const Buffer large = rank.allocators.pinned->Allocate(128 * kRowBytes).value();
+  const Buffer small = rank.allocators.pinned->Allocate(2 * kRowBytes).value();
+  const std::vector<std::byte> pageable(static_cast<size_t>(200 * kRowBytes));
+  const Buffer output = rank.allocators.device->Allocate(700 * kRowBytes).value();
+  const auto copies = [&](const std::vector<RowSpan>& sources) {
+    const int64_t before = CountEmulatedCuda().host_to_device.number;
+    UploadRowsParams params;
+    params.sources = sources;
+    params.row_bytes = kRowBytes;
+    params.output = output.data();
+    params.host_arena = &host_arena;
+    EXPECT_TRUE(rank.row_ops->UploadRows(params, *rank.stream).ok());
+    EXPECT_TRUE(rank.stream->Wait(Soon()).ok());
+    return CountEmulatedCuda().host_to_device.number - before;
+  };
+  const RowSpan a = {large.data(), 128};
+  const RowSpan b = {small.data(), 2};
+  const RowSpan c = {pageable.data(), 200};
+  EXPECT_EQ(copies({}), 0);
+  EXPECT_EQ(copies({{nullptr, 0}}), 0);
+  EXPECT_EQ(copies({a, a}), 2);
+  EXPECT_EQ(copies({b, b, c, b}), 1);
+  EXPECT_EQ(copies({b, c, a, b, {nullptr, 0}, b}), 3);
+  const int64_t packed = host_arena.allocated_bytes();
+  EXPECT_EQ(copies({b}), 1);
+  EXPECT_EQ(host_arena.allocated_bytes(), packed);
+  EXPECT_EQ(CountEmulatedCuda().pageable_copies, 0);
+}
+
 // What a call needs on the device goes back when the stream has passed it, whatever became of it.
 TEST_F(CudaRowOpsTest, TakesNoMemoryForGood) {
   CudaTestRank rank;

@@ -73,6 +73,7 @@ class Runtime {
 
   // The error that this call is to fail with.
   cudaError_t Enter(const char* function) {
+    ++counts.calls[function];
     if (broken != cudaSuccess) return broken;
     const auto found = call_failures.find(function);
     if (found == call_failures.end() || found->second.num_successes-- > 0) return cudaSuccess;
@@ -256,6 +257,7 @@ void WithEmulatedMemory(const std::function<void()>& access) {
 
 using expertmesh::Call;
 using expertmesh::current_device;
+using expertmesh::EmulatedCudaCounts;
 using expertmesh::Knows;
 using expertmesh::Push;
 using expertmesh::Runtime;
@@ -369,6 +371,7 @@ cudaError_t cudaMalloc(void** data, size_t size) {
 cudaError_t cudaFree(void* data) {
   Runtime& runtime = expertmesh::TheRuntime();
   const std::lock_guard<std::mutex> lock(runtime.mutex);
+  ++runtime.counts.calls["cudaFree"];
   if (data == nullptr) return runtime.broken;
   while (!runtime.hangs && runtime.Step()) {
   }
@@ -392,6 +395,7 @@ cudaError_t cudaHostAlloc(void** data, size_t size, unsigned int) {
 cudaError_t cudaFreeHost(void* data) {
   Runtime& runtime = expertmesh::TheRuntime();
   const std::lock_guard<std::mutex> lock(runtime.mutex);
+  ++runtime.counts.calls["cudaFreeHost"];
   while (!runtime.hangs && runtime.Step()) {
   }
   if (runtime.pinned.erase(static_cast<std::byte*>(data)) == 0) {
@@ -435,7 +439,16 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyK
     if (!runtime.memory.IsWhole(to, size_bytes) || !runtime.memory.IsWhole(from, size_bytes)) {
       return cudaErrorInvalidValue;
     }
-    ++runtime.counts.copies;
+    EmulatedCudaCounts& counts = runtime.counts;
+    const bool is_from_device = runtime.memory.Find(from) != nullptr;
+    const bool is_to_device = runtime.memory.Find(to) != nullptr;
+    for (EmulatedCudaCounts::Copies* copies :
+         {&counts.copies, is_to_device && !is_from_device ? &counts.host_to_device : nullptr,
+          is_from_device && !is_to_device ? &counts.device_to_host : nullptr}) {
+      if (copies == nullptr) continue;
+      ++copies->number;
+      copies->size_bytes += size_bytes;
+    }
     if (!runtime.IsReachable(to) || !runtime.IsReachable(from)) ++runtime.counts.pageable_copies;
     const bool is_corrupt =
         runtime.copies_until_corrupt >= 0 && runtime.copies_until_corrupt-- == 0;
@@ -499,6 +512,7 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   Runtime& runtime = expertmesh::TheRuntime();
   const std::lock_guard<std::mutex> lock(runtime.mutex);
+  ++runtime.counts.calls["cudaStreamDestroy"];
   if (!runtime.Has(stream)) return cudaErrorInvalidResourceHandle;
   if (!stream->queue.empty()) expertmesh::Fail("a stream was destroyed with work in it");
   runtime.streams.erase(std::find(runtime.streams.begin(), runtime.streams.end(), stream));
@@ -534,6 +548,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned int) {
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   Runtime& runtime = expertmesh::TheRuntime();
   const std::lock_guard<std::mutex> lock(runtime.mutex);
+  ++runtime.counts.calls["cudaEventDestroy"];
   if (runtime.events.erase(event) == 0) return cudaErrorInvalidResourceHandle;
   if (!event->progress->is_reached() && runtime.broken == cudaSuccess) {
     expertmesh::Fail("an event was destroyed while it was pending");

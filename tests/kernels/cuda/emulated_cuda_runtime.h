@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
 
 // emulated_cuda_runtime.cc defines CUDA's own functions (those that this project calls), so that
@@ -46,10 +47,22 @@ struct EmulatedCudaCounts {
   int64_t events = 0;
   int64_t device_bytes = 0;
   int64_t pinned_bytes = 0;
-  int64_t work_done = 0;  // since the reset
-  int64_t copies = 0;
+  // Since the reset:
+  int64_t work_done = 0;
+  struct Copies {
+    int64_t number = 0;
+    int64_t size_bytes = 0;
+  };
+  Copies copies;
+  Copies host_to_device;  // of them
+  Copies device_to_host;
   int64_t pageable_copies = 0;  // of them, to or from host memory that is not pinned: they block
   int64_t launches = 0;
+  std::map<std::string, int64_t> calls;  // by function; "cudaLaunchKernelExC" is `launches`
+  int64_t Calls(const std::string& function) const {
+    const auto found = calls.find(function);
+    return found == calls.end() ? 0 : found->second;
+  }
 };
 EmulatedCudaCounts CountEmulatedCuda();
 

@@ -168,6 +168,52 @@ TEST(PermuteRowsTest, ScalesTravelWithQuantizedRows) {
   }
 }
 
+// Of rows in two memories each launch takes those of its own range.
+TEST(PermuteRowsTest, TakesItsRangeOfSeveralSources) {
+  std::mt19937_64 random(12);
+  for (const int64_t hidden_size : kHiddenSizes) {
+    SCOPED_TRACE(hidden_size);
+    const int64_t row_bytes = 2 * hidden_size;
+    const std::vector<std::byte> bytes = RandomBytes(random, 9 * row_bytes);
+    const auto part = [&](int64_t first, int64_t last, int64_t misalignment) {
+      return DeviceBytes(std::vector<std::byte>(bytes.begin() + first * row_bytes,
+                                                bytes.begin() + last * row_bytes),
+                         misalignment);
+    };
+    const DeviceBytes second = part(3, 5, 0);
+    const DeviceBytes third = part(5, 8, 2);
+    const std::vector<int32_t> indices = {8, 3, 7, 2, 4, 5, 0, 3};
+    const DeviceBytes device_indices = DeviceCopy(indices);
+    CudaPermuteRowsParams params;
+    params.rows = second.data();
+    params.first_row = 3;
+    params.num_more = 1;
+    params.more[0] = {third.data(), 5};
+    params.end_row = 8;
+    params.dtype = DType::kBFloat16;
+    params.hidden_size = hidden_size;
+    params.num_rows = static_cast<int64_t>(indices.size());
+    params.row_indices = device_indices.As<int32_t>();
+    const DeviceBytes output = RunRepeatedly(params.num_rows * row_bytes, 0, [&](std::byte* out) {
+      params.output = out;
+      return LaunchPermuteRows(params, nullptr);
+    });
+    for (int64_t i = 0; i < params.num_rows; ++i) {
+      const int64_t index = indices[static_cast<size_t>(i)];
+      if (index < 3 || index >= 8) {
+        EXPECT_TRUE(output.IsPoison(i * row_bytes, row_bytes)) << i;
+        continue;
+      }
+      EXPECT_EQ(std::memcmp(output.data() + i * row_bytes, bytes.data() + index * row_bytes,
+                            static_cast<size_t>(row_bytes)),
+                0)
+          << i;
+    }
+    params.num_more = CudaPermuteRowsParams::kMaxSources;
+    EXPECT_EQ(LaunchPermuteRows(params, nullptr), cudaErrorInvalidValue);
+  }
+}
+
 TEST(PermuteRowsTest, ZeroRowsLaunchNothingAndMisfitsAreRefused) {
   const int64_t launches = NumLaunches();
   CudaPermuteRowsParams params;
