@@ -40,8 +40,7 @@ namespace {
 constexpr absl::Duration kTimeToSendAnswers = absl::Seconds(1);
 constexpr absl::Duration kLeastTimeToEndRanks = absl::Milliseconds(300);
 constexpr absl::Duration kMostTimeToEndRanks = absl::Seconds(5);
-// For connections without calls to see that they are to be closed. One whose client does not look
-// at it, as gRPC's blocking clients do not between calls, never does.
+// For gRPC to let go of its connections.
 constexpr absl::Duration kTimeToSayGoodbye = absl::Milliseconds(200);
 
 absl::Status Named(absl::string_view flag, const absl::Status& status) {
@@ -332,6 +331,7 @@ void ControlPlane::Impl::SendAnswersAndShutDown(absl::Time deadline) {
     LogWarning("answers were cut off: their clients do not read them", {{"calls", num_open}});
   }
   server->AwaitSent(deadline);
+  server->EndConnections();
   server->Shutdown(SteadyNow() + kTimeToSayGoodbye);
 }
 

@@ -1,6 +1,5 @@
 #include "server/rpc/grpc_server.h"
 
-#include <dirent.h>
 #include <grpc/grpc.h>
 #include <grpc/support/log.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
@@ -9,15 +8,14 @@
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
-#include <linux/sockios.h>
 #include <malloc.h>
 #include <netdb.h>
 #include <netinet/in.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -32,6 +30,7 @@
 #include "kernels/base/steady_now.h"
 #include "server/ops/logging.h"
 #include "server/rpc/grpc_deadline.h"
+#include "server/rpc/server_sockets.h"
 #include "server/rpc/tls_credentials.h"
 
 // There in builds with AddressSanitizer, which looks for leaks where an exit would destroy statics.
@@ -45,9 +44,14 @@ constexpr int kMinReadChunkBytes = 64 << 10;
 constexpr int kMaxStreamsPerConnection = 1024;
 constexpr absl::Duration kMinClientPing = absl::Seconds(10);
 
+// Since then gRPC's listeners are broken on purpose.
+std::atomic<bool> has_ended_connections{false};
+
 void LogOfGrpc(gpr_log_func_args* args) {
+  const bool is_known = has_ended_connections.load(std::memory_order_relaxed) &&
+                        absl::StrContains(args->message, "Failed accept4");
   const LogLevel level =
-      args->severity == GPR_LOG_SEVERITY_ERROR ? LogLevel::kWarning : LogLevel::kDebug;
+      args->severity == GPR_LOG_SEVERITY_ERROR && !is_known ? LogLevel::kWarning : LogLevel::kDebug;
   Log(level, "grpc", {{"file", args->file}, {"line", args->line}, {"text", args->message}});
 }
 
@@ -88,27 +92,6 @@ std::string BindProblem(const std::string& listen) {
   }
   freeaddrinfo(found);
   return problem;
-}
-
-// That the kernel holds for the peers of connections to the port.
-int64_t UnsentBytes(int port) {
-  int64_t unsent = 0;
-  DIR* const fds = opendir("/proc/self/fd");
-  if (fds == nullptr) return 0;
-  while (const dirent* entry = readdir(fds)) {
-    const int fd = atoi(entry->d_name);
-    sockaddr_storage address = {};
-    socklen_t size = sizeof(address);
-    if (getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) continue;
-    const uint16_t own_port =
-        address.ss_family == AF_INET6  ? reinterpret_cast<const sockaddr_in6*>(&address)->sin6_port
-        : address.ss_family == AF_INET ? reinterpret_cast<const sockaddr_in*>(&address)->sin_port
-                                       : 0;
-    int bytes = 0;
-    if (ntohs(own_port) == port && ioctl(fd, SIOCOUTQ, &bytes) == 0) unsent += bytes;
-  }
-  closedir(fds);
-  return unsent;
 }
 
 }  // namespace
@@ -200,6 +183,12 @@ void GrpcServer::SetServing(bool serving) {
 
 void GrpcServer::AwaitSent(absl::Time deadline) const {
   while (UnsentBytes(port()) > 0 && SteadyNow() < deadline) absl::SleepFor(absl::Milliseconds(2));
+}
+
+void GrpcServer::EndConnections() {
+  has_ended_connections.store(true, std::memory_order_relaxed);
+  StopTakingConnections(port());
+  expertmesh::EndConnections(port());
 }
 
 void GrpcServer::Shutdown(absl::Time deadline) {

@@ -65,6 +65,10 @@ class GrpcServer {
   // Shutdown, which lets go of connections whose calls have ended: what their sockets still hold is
   // lost then if anything of the client's is unread.
   void AwaitSent(absl::Time deadline) const;
+  // Before a Shutdown that is not to be polite: it tells clients that calls which it has not
+  // answered are CANCELLED, for as long as they do not know that it goes. Those of a connection
+  // that is no more are UNAVAILABLE. Not with a "unix:" address.
+  void EndConnections();
 
  private:
   struct Impl;

@@ -7,9 +7,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <fstream>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -125,6 +129,47 @@ TEST(LifecycleTest, StopWhileLoading) {
   const CallOutcome outcome = waiting.Wait();
   EXPECT_EQ(outcome.code, absl::StatusCode::kUnavailable) << outcome;
   EXPECT_EQ(outcome.reason, "DRAINING");
+}
+
+// Whatever comes too late is UNAVAILABLE, which clients may send again elsewhere. No client here
+// goes on once its connection is gone.
+TEST(LifecycleTest, CallsInTheLastMomentsAreNotCancelled) {
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    const auto server = ServerUnderTest::Start({.checkpoint = kFixture});
+    ASSERT_NE(server, nullptr);
+    const v1::ForwardRequest request = GoodRequest({"", 1, 0, 48, 12}, 4, 2);
+    std::mutex mutex;
+    std::map<std::string, int> ends;
+    std::atomic<int> num_answered{0};
+    std::vector<std::thread> clients;
+    for (int client = 0; client < 8; ++client) {
+      clients.emplace_back([&, client] {
+        std::string end;
+        while (end.empty()) {
+          if (client % 2 == 0) {
+            const CallOutcome outcome = server->Forward(request);
+            if (!outcome.ok() && outcome.reason != "DRAINING") {
+              end = absl::StrCat(absl::StatusCodeToString(outcome.code));
+            }
+          } else {
+            const absl::Status status = server->GetModel("").status();
+            if (!status.ok()) end = absl::StatusCodeToString(status.code());
+          }
+          ++num_answered;
+        }
+        const std::lock_guard<std::mutex> lock(mutex);
+        ++ends[end];
+      });
+    }
+    while (num_answered < 200) {
+    }
+    EXPECT_TRUE(server->process().Terminate().ok());
+    for (std::thread& client : clients) client.join();
+    EXPECT_EQ(ends, (std::map<std::string, int>{{"UNAVAILABLE", 8}}));
+    const auto exit_code = server->process().Wait(absl::Seconds(30));
+    ASSERT_TRUE(exit_code.ok()) << exit_code.status();
+    EXPECT_EQ(*exit_code, 0);
+  }
 }
 
 TEST(LifecycleTest, DrainEndsWhatRunsAndRefusesTheRest) {
