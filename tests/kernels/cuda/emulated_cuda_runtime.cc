@@ -440,10 +440,11 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyK
       return cudaErrorInvalidValue;
     }
     EmulatedCudaCounts& counts = runtime.counts;
+    ++counts.copies;
     const bool is_from_device = runtime.memory.Find(from) != nullptr;
     const bool is_to_device = runtime.memory.Find(to) != nullptr;
     for (EmulatedCudaCounts::Copies* copies :
-         {&counts.copies, is_to_device && !is_from_device ? &counts.host_to_device : nullptr,
+         {is_to_device && !is_from_device ? &counts.host_to_device : nullptr,
           is_from_device && !is_to_device ? &counts.device_to_host : nullptr}) {
       if (copies == nullptr) continue;
       ++copies->number;

@@ -53,7 +53,7 @@ struct EmulatedCudaCounts {
     int64_t number = 0;
     int64_t size_bytes = 0;
   };
-  Copies copies;
+  int64_t copies = 0;
   Copies host_to_device;  // of them
   Copies device_to_host;
   int64_t pageable_copies = 0;  // of them, to or from host memory that is not pinned: they block
