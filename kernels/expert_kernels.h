@@ -89,10 +89,10 @@ struct GroupedFfnParams {
 
 // One rank's packed weights of one layer and the grouped FFN on rows that were permuted already:
 //   output[row] = down_e · act(gate_e · x, up_e · x)      for the expert e that the row belongs to
-// Products in the activation dtype's matrix instruction, sums and activation in float32,
-// intermediate rows rounded once to activation_dtype, output in float32 unrounded. The K order of
-// each sum depends on the weight's shape and the instruction set alone: a row's bytes never depend
-// on how many rows there are or which rows stand beside it.
+// Products in the activation dtype's matrix instruction, sums and activation in float32, rows
+// between them rounded once to activation_dtype, output in float32 unrounded. A sum's K order
+// depends on the weight's shape and the instruction set alone, a row's bytes never on the rows
+// beside it or their number (of a GPU's tensor cores to be seen on each: cuda/grouped_gemm.h).
 //
 // With float8 weights rows are quantized, too, as the model was trained (DeepSeek-V3, arXiv:
 // 2412.19437, section 3.3): each row by itself, in blocks of 128 columns, with a = max(max |x|,
