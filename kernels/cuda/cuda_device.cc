@@ -48,7 +48,10 @@ class OneCudaDevice : public CudaDevice {
   RowOps& row_ops() override { return *row_ops_; }
   absl::StatusOr<std::unique_ptr<ExpertKernels>> NewExpertKernels(
       const ExpertLayerShape& shape) override {
-    return NewCudaExpertKernels(shape, allocators_, streams_);
+    return NewCudaExpertKernels(shape, allocators_, streams_, graph_errors_);
+  }
+  void SetGraphErrorListener(std::function<void(const absl::Status&)> listener) override {
+    graph_errors_->SetListener(std::move(listener));
   }
 
   absl::Status CopyNow(std::byte* to, const std::byte* from, int64_t size_bytes) override {
@@ -77,6 +80,7 @@ class OneCudaDevice : public CudaDevice {
   const std::shared_ptr<Allocator> device_memory_ = allocators_.device;
   const std::shared_ptr<Allocator> pinned_memory_ = allocators_.pinned;
   const std::shared_ptr<CudaStreamPool> streams_ = std::make_shared<CudaStreamPool>(index_);
+  const std::shared_ptr<CudaGraphErrors> graph_errors_ = std::make_shared<CudaGraphErrors>();
   const std::unique_ptr<RowOps> row_ops_ = NewCudaRowOps(allocators_);
 };
 

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -37,6 +38,9 @@ class CudaDevice {
   virtual RowOps& row_ops() = 0;
   virtual absl::StatusOr<std::unique_ptr<ExpertKernels>> NewExpertKernels(
       const ExpertLayerShape& shape) = 0;
+  // Hears once when kernels can have no CUDA graphs, and why: launches then take longer, and
+  // nothing else changes. Called on any thread; must not block for long.
+  virtual void SetGraphErrorListener(std::function<void(const absl::Status&)> listener) = 0;
   // Blocks until the copy is done.
   virtual absl::Status CopyNow(std::byte* to, const std::byte* from, int64_t size_bytes) = 0;
 };

@@ -9,6 +9,7 @@
 #include "kernels/base/checked_math.h"
 #include "kernels/cuda/cuda_expert_weights.h"
 #include "kernels/cuda/cuda_ffn_launch.h"
+#include "kernels/cuda/cuda_graph_cache.h"
 #include "kernels/cuda/cuda_status.h"
 #include "kernels/cuda/write_counts.h"
 
@@ -39,7 +40,8 @@ struct FfnCall {
   CudaFfnLaunch launch;
 };
 
-absl::Status Run(const FfnCall& call, cudaStream_t stream, int32_t device_index) {
+absl::Status Run(const FfnCall& call, CudaGraphCache& graphs, cudaStream_t stream,
+                 int32_t device_index) {
   if (call.launch.masked) {
     absl::Status status =
         CudaStatus(LaunchWriteCounts(call.expert_num_tokens.data(), call.launch.gate_up.num_experts,
@@ -47,14 +49,21 @@ absl::Status Run(const FfnCall& call, cudaStream_t stream, int32_t device_index)
                    "writing of expert_num_tokens", device_index);
     if (!status.ok()) return status;
   }
-  return LaunchFfn(call.launch, stream, device_index);
+  const auto launch_ffn = [&](cudaStream_t on) { return LaunchFfn(call.launch, on, device_index); };
+  if (!call.launch.masked) return launch_ffn(stream);
+  return graphs.Launch(FfnGraphKey(call.launch), stream, launch_ffn);
 }
 
 class CudaExpertKernels : public ExpertKernels {
  public:
   CudaExpertKernels(const ExpertLayerShape& shape, const CudaAllocators& allocators,
-                    std::unique_ptr<CudaExpertWeights> weights, const std::string& instruction_set)
-      : shape_(shape), allocators_(allocators), weights_(std::move(weights)) {
+                    std::unique_ptr<CudaExpertWeights> weights, const std::string& instruction_set,
+                    std::shared_ptr<CudaGraphErrors> graph_errors)
+      : shape_(shape),
+        allocators_(allocators),
+        weights_(std::move(weights)),
+        graphs_(std::make_shared<CudaGraphCache>(allocators.device->device().index,
+                                                 std::move(graph_errors))) {
     capabilities_.instruction_set = instruction_set;
     capabilities_.activation_dtypes = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
     capabilities_.formats = {ActivationFormat::kContiguous, ActivationFormat::kBatched};
@@ -78,8 +87,10 @@ class CudaExpertKernels : public ExpertKernels {
     absl::StatusOr<std::unique_ptr<FfnCall>> call = Plan(params);
     if (!call.ok()) return call.status();
     if (*call == nullptr) return absl::OkStatus();
-    return cuda->Launch([call = *std::move(call), device = stream.device().index](
-                            cudaStream_t cuda_stream) { return Run(*call, cuda_stream, device); });
+    return cuda->Launch([call = *std::move(call), graphs = graphs_,
+                         device = stream.device().index](cudaStream_t cuda_stream) {
+      return Run(*call, *graphs, cuda_stream, device);
+    });
   }
 
  private:
@@ -98,6 +109,7 @@ class CudaExpertKernels : public ExpertKernels {
   Capabilities capabilities_;
   const CudaAllocators allocators_;
   const std::unique_ptr<CudaExpertWeights> weights_;
+  const std::shared_ptr<CudaGraphCache> graphs_;
 };
 
 absl::StatusOr<std::unique_ptr<FfnCall>> CudaExpertKernels::Plan(
@@ -248,7 +260,7 @@ absl::Status CudaExpertKernels::PlanFloat8(const GroupedFfnParams& params,
 
 absl::StatusOr<std::unique_ptr<ExpertKernels>> NewCudaExpertKernels(
     const ExpertLayerShape& shape, const CudaAllocators& allocators,
-    std::shared_ptr<CudaStreamPool> streams) {
+    std::shared_ptr<CudaStreamPool> streams, std::shared_ptr<CudaGraphErrors> graph_errors) {
   absl::StatusOr<std::string> instruction_set =
       CudaInstructionSet(allocators.device->device().index);
   if (!instruction_set.ok()) return instruction_set.status();
@@ -256,7 +268,7 @@ absl::StatusOr<std::unique_ptr<ExpertKernels>> NewCudaExpertKernels(
       CudaExpertWeights::Create(shape, allocators, std::move(streams));
   if (!weights.ok()) return weights.status();
   return std::make_unique<CudaExpertKernels>(shape, allocators, *std::move(weights),
-                                             *instruction_set);
+                                             *instruction_set, std::move(graph_errors));
 }
 
 }  // namespace expertmesh

@@ -5,6 +5,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/cuda/cuda_allocator.h"
+#include "kernels/cuda/cuda_graph_cache.h"
 #include "kernels/cuda/cuda_stream.h"
 #include "kernels/expert_kernels.h"
 
@@ -18,9 +19,14 @@ namespace expertmesh {
 // (all but silu of a multiple of 8 columns), from the step's arena. With float8 weights: one byte
 // for each of hidden_size and intermediate_size, their scales, and the float32 values. A
 // hidden_size that is no multiple of 128 is taken with float8, but keeps w13 off the tensor cores.
+//
+// kBatched: nothing that the host launches depends on expert_num_tokens, so calls whose sizes and
+// memory come again (steps of one bucket in an arena that was used before) are launched as CUDA
+// graphs (CudaGraphCache). `graph_errors` (may be null) hears when that fails; bytes are the same.
 absl::StatusOr<std::unique_ptr<ExpertKernels>> NewCudaExpertKernels(
     const ExpertLayerShape& shape, const CudaAllocators& allocators,
-    std::shared_ptr<CudaStreamPool> streams);
+    std::shared_ptr<CudaStreamPool> streams,
+    std::shared_ptr<CudaGraphErrors> graph_errors = nullptr);
 
 }  // namespace expertmesh
 

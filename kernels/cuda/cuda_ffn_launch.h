@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "kernels/cuda/cuda_graph_cache.h"
 #include "kernels/cuda/gated_activation.h"
 #include "kernels/cuda/grouped_gemm.h"
 #include "kernels/cuda/quantize_rows.h"
@@ -26,6 +27,9 @@ struct CudaFfnLaunch {
 
 // Enqueues them; not blocking. Thread safe. The launch whose error it is stands in the status.
 absl::Status LaunchFfn(const CudaFfnLaunch& launch, cudaStream_t stream, int32_t device_index);
+
+// Of a masked launch, which a graph can hold: all that its kernels are given.
+CudaGraphKey FfnGraphKey(const CudaFfnLaunch& launch);
 
 }  // namespace expertmesh
 

@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "server/ops/logging.h"
 #include "server/rank/rank_backend.h"
 
 namespace expertmesh {
@@ -10,7 +11,12 @@ namespace {
 class CudaRankBackend : public RankBackend {
  public:
   CudaRankBackend(std::shared_ptr<CudaDevice> device, const ParallelForOptions& threads)
-      : device_(std::move(device)), parallel_for_(threads) {}
+      : device_(std::move(device)), parallel_for_(threads) {
+    device_->SetGraphErrorListener([name = device_name()](const absl::Status& error) {
+      LogWarning("kernels are launched one by one: no CUDA graphs",
+                 {{"device", name}, {"why", error.message()}});
+    });
+  }
 
   const char* instruction_set() const override { return device_->instruction_set().c_str(); }
   std::string device_name() const override { return absl::StrCat("cuda:", device_->index()); }

@@ -10,6 +10,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <random>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -207,6 +208,33 @@ TEST_P(ExpertKernelsConformance, ARowsBytesDependOnNothingElse) {
       ASSERT_EQ(std::memcmp(together[1].data() + position * hidden_size, alone[1].data(),
                             static_cast<size_t>(hidden_size) * sizeof(float)),
                 0);
+    }
+  }
+}
+
+// As steps of a fixed capacity do: the same sizes in memory that was used before, other counts.
+TEST_P(ExpertKernelsConformance, BatchedAgainAndAgainInTheSameMemory) {
+  constexpr int32_t kCapacity = 6;
+  for (const int64_t intermediate_size : {7, 24}) {
+    SCOPED_TRACE("intermediate " + std::to_string(intermediate_size));
+    const RandomLayer layer(Shape(4, 40, intermediate_size), /*with_biases=*/true, 61);
+    const std::unique_ptr<ExpertKernels> kernels = Load(layer);
+    StepArena arenas[2] = {StepArena(&device_->allocator()), StepArena(&device_->allocator())};
+    std::mt19937_64 random(62);
+    for (uint64_t round = 0; round < 8; ++round) {
+      SCOPED_TRACE("round " + std::to_string(round));
+      std::vector<int32_t> rows_per_expert;
+      for (int e = 0; e < 4; ++e) {
+        rows_per_expert.push_back(static_cast<int32_t>(random() % (kCapacity + 1)));
+      }
+      const RowsByExpert rows =
+          RandomRows(layer.shape, rows_per_expert, activation_dtype_, 63 + round);
+      StepArena& arena = arenas[random() % 2];
+      arena.Reset();
+      const OutputByExpert batched =
+          RunFfn(*kernels, rows, activation_dtype_, ActivationFormat::kBatched,
+                 {device_->allocator(), device_->stream(), &arena, 2 * kCapacity});
+      ASSERT_EQ(batched, Run(*kernels, rows, ActivationFormat::kContiguous));
     }
   }
 }

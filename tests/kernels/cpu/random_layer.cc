@@ -143,7 +143,7 @@ OutputByExpert RunFfn(ExpertKernels& kernels, const RowsByExpert& rows, DType ac
   const int64_t hidden_size = kernels.shape().hidden_size;
   std::vector<int64_t> offsets = {0};
   std::vector<int32_t> num_tokens;
-  int64_t max_rows = kSpareRows;
+  int64_t max_rows = std::max(kSpareRows, device.max_rows_per_expert);
   for (const std::vector<double>& expert_rows : rows) {
     const int64_t n = static_cast<int64_t>(expert_rows.size()) / hidden_size;
     offsets.push_back(offsets.back() + n);
@@ -169,7 +169,8 @@ OutputByExpert RunFfn(ExpertKernels& kernels, const RowsByExpert& rows, DType ac
     absl::Status copied = device.stream.Copy(to, from, static_cast<int64_t>(size_bytes));
     EXPECT_TRUE(copied.ok()) << copied;
   };
-  StepArena arena(&device.allocator);
+  StepArena new_arena(&device.allocator);
+  StepArena& arena = device.arena != nullptr ? *device.arena : new_arena;
   const size_t output_size = static_cast<size_t>(num_rows * hidden_size);
   constexpr uint32_t kPoison = 0xffffffffu;
   std::vector<float> output(output_size, std::bit_cast<float>(kPoison));

@@ -49,6 +49,8 @@ RowsByExpert RandomRows(const ExpertLayerShape& shape, const std::vector<int32_t
 struct FfnDevice {
   Allocator& allocator;
   Stream& stream;
+  StepArena* arena = nullptr;       // null: a new one
+  int64_t max_rows_per_expert = 0;  // of the batched format; where that is too few, more
 };
 
 // Runs the FFN and takes its output apart again. Memory is poisoned with NaNs; fails the test when

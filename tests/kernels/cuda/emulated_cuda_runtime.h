@@ -16,6 +16,8 @@
 //             cudaFree), on that thread, and then a random stream's next piece, drawn by a seed. So
 //             what is missing a wait meets poison or old bytes
 //   kernels   run by the grid emulation (grid_emulation.h) where that is linked
+//   graphs    of a capture in thread-local mode: a stream's work, recorded, and run piece by piece
+//             where the graph is launched; what CUDA forbids during a capture fails and spoils it
 //   errors    injected by the functions below; "not ready" is one that cudaGetLastError tells of
 // Thread safe.
 namespace expertmesh {
@@ -45,6 +47,7 @@ void HangEmulatedDevice(bool hang);
 struct EmulatedCudaCounts {
   int64_t streams = 0;  // alive
   int64_t events = 0;
+  int64_t graph_execs = 0;
   int64_t device_bytes = 0;
   int64_t pinned_bytes = 0;
   // Since the reset:
@@ -57,11 +60,18 @@ struct EmulatedCudaCounts {
   Copies host_to_device;  // of them
   Copies device_to_host;
   int64_t pageable_copies = 0;  // of them, to or from host memory that is not pinned: they block
-  int64_t launches = 0;
+  int64_t launches = 0;         // of kernels, captured ones included; not those that graphs launch
+  int64_t graph_launches = 0;
   std::map<std::string, int64_t> calls;  // by function; "cudaLaunchKernelExC" is `launches`
   int64_t Calls(const std::string& function) const {
     const auto found = calls.find(function);
     return found == calls.end() ? 0 : found->second;
+  }
+  // Of all functions but those of the last error; a kernel's launch is one.
+  int64_t AllCalls() const {
+    int64_t count = 0;
+    for (const auto& [function, number] : calls) count += number;
+    return count;
   }
 };
 EmulatedCudaCounts CountEmulatedCuda();

@@ -39,6 +39,7 @@ constexpr int64_t kListBytes = kTokens * (8 + 32 + 16) + 2 * 16;
 // What happened between two counts, or is to happen.
 struct Calls {
   int64_t launches = 0;
+  int64_t graph_launches = 0;
   int64_t copies_to_device = 0;
   int64_t bytes_to_device = 0;
   int64_t copies_to_host = 0;
@@ -62,6 +63,7 @@ struct Calls {
     };
     Calls calls_made;
     calls_made.launches = after.launches - before.launches;
+    calls_made.graph_launches = after.graph_launches - before.graph_launches;
     calls_made.copies_to_device = after.host_to_device.number - before.host_to_device.number;
     calls_made.bytes_to_device = after.host_to_device.size_bytes - before.host_to_device.size_bytes;
     calls_made.copies_to_host = after.device_to_host.number - before.device_to_host.number;
@@ -80,15 +82,18 @@ struct Calls {
 
   void Print(const std::string& what) const {
     std::printf(
-        "%-44s launches %2d  to device %2d (%7d B)  to host %d (%6d B)  event records %2d\n",
-        what.c_str(), static_cast<int>(launches), static_cast<int>(copies_to_device),
-        static_cast<int>(bytes_to_device), static_cast<int>(copies_to_host),
-        static_cast<int>(bytes_to_host), static_cast<int>(event_records));
+        "%-44s launches %2d  graphs %d  to device %2d (%7d B)  to host %d (%6d B)  event records "
+        "%2d\n",
+        what.c_str(), static_cast<int>(launches), static_cast<int>(graph_launches),
+        static_cast<int>(copies_to_device), static_cast<int>(bytes_to_device),
+        static_cast<int>(copies_to_host), static_cast<int>(bytes_to_host),
+        static_cast<int>(event_records));
   }
 };
 
 void ExpectCalls(const Calls& actual, const Calls& expected) {
   EXPECT_EQ(actual.launches, expected.launches);
+  EXPECT_EQ(actual.graph_launches, expected.graph_launches);
   EXPECT_EQ(actual.copies_to_device, expected.copies_to_device);
   EXPECT_EQ(actual.bytes_to_device, expected.bytes_to_device);
   EXPECT_EQ(actual.copies_to_host, expected.copies_to_host);
@@ -286,11 +291,15 @@ TEST_F(CudaStepCallsTest, TwoRanks) {
                     .bytes_to_host = kTokens * kRowBytes,
                     .event_records = 2 * 7};
   ExpectCalls(CallsOfWarmStep("all_to_all, 2 ranks", DispatchMode::kAllToAll), expected);
-  // And the counts of the batched format are written, as a kernel's parameters.
-  expected.launches = 2 * 9;
-  expected.bytes_to_device = kTokens * kRowBytes + 13952;
+  // The counts of the batched format are written, as a kernel's parameters; the four kernels behind
+  // them are one graph, with a mark.
+  Calls batched = expected;
+  batched.launches = 2 * 5;
+  batched.graph_launches = 2;
+  batched.event_records = 2 * 8;
+  batched.bytes_to_device = kTokens * kRowBytes + 13952;
   ExpectCalls(CallsOfWarmStep("fixed capacity, 2 ranks", DispatchMode::kAllToAllFixedCapacity),
-              expected);
+              batched);
   expected.launches = 2 * 8;
   expected.bytes_to_device = kTokens * kRowBytes + 11072;
   ExpectCalls(
