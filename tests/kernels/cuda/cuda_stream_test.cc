@@ -122,7 +122,7 @@ TEST_F(CudaStreamTest, StreamsMeetOnTheDevice) {
   const std::vector<char> bytes(4, 'y');
   const Event copied, back, done;
   HangEmulatedDevice(true);
-  const int64_t num_copies = CountEmulatedCuda().copies.number;
+  const int64_t num_copies = CountEmulatedCuda().copies;
   ASSERT_TRUE(Copy(*first, device, bytes).ok());
   ASSERT_TRUE(first->Record(copied).ok());
   ASSERT_TRUE(second->WaitFor(copied).ok());
@@ -133,10 +133,10 @@ TEST_F(CudaStreamTest, StreamsMeetOnTheDevice) {
   ASSERT_TRUE(first->Record(done).ok());
   // A thread that polls meanwhile may be who launches them.
   const absl::Time deadline = Soon();
-  while (CountEmulatedCuda().copies.number < num_copies + 3 && absl::Now() < deadline) {
+  while (CountEmulatedCuda().copies < num_copies + 3 && absl::Now() < deadline) {
     std::this_thread::yield();
   }
-  EXPECT_EQ(CountEmulatedCuda().copies.number, num_copies + 3);
+  EXPECT_EQ(CountEmulatedCuda().copies, num_copies + 3);
   EXPECT_FALSE(done.done());
   HangEmulatedDevice(false);
   EXPECT_TRUE(first->Wait(Soon()).ok());
