@@ -101,7 +101,7 @@ absl::Status ExpertServer::Impl::OpenNccl() {
   rank_options.nccl.functions = *std::move(nccl);
   rank_options.nccl.device_index = options.device->index();
   rank_options.nccl.on_stuck_abort = [](const absl::Status& status) {
-    LogError("the GPU may write into any buffer for ever: this process ends",
+    LogError("NCCL does not come back: this process ends, for its GPU may still write anywhere",
              {{"why", status.message()}});
     std::_Exit(1);
   };

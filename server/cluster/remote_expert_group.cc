@@ -23,6 +23,10 @@ uint64_t NewIncarnation() {
   return incarnation;
 }
 
+absl::Status StopReason() {
+  return CallError(ErrorReason::kDraining, "the control plane is stopping");
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<RemoteExpertGroup>> RemoteExpertGroup::Create(
@@ -123,7 +127,9 @@ void RemoteExpertGroup::PlanOrder(const MembershipAction& action) {
       });
       return;
     case MembershipAction::Kind::kEndEpoch:
-      orders_.push_back([rank = std::move(rank), epoch = action.epoch, reason = action.reason] {
+      // A stop loses one rank after the other, which is no news to those that are left.
+      orders_.push_back([rank = std::move(rank), epoch = action.epoch,
+                         reason = closed_ ? StopReason() : action.reason] {
         if (rank != nullptr) rank->EndEpoch(epoch, reason);
       });
       return;
@@ -167,8 +173,7 @@ void RemoteExpertGroup::Act(std::unique_lock<std::mutex>& lock) {
   if (const uint64_t last = epoch_.exchange(epoch, std::memory_order_acq_rel); last != epoch) {
     if (last != 0) {
       Log(closed_ ? LogLevel::kInfo : LogLevel::kWarning, "an epoch ended",
-          {{"epoch", last},
-           {"why", closed_ ? "the control plane is stopping" : end_reason.message()}});
+          {{"epoch", last}, {"why", (closed_ ? StopReason() : end_reason).message()}});
       for (const std::shared_ptr<RunningStep>& run : running_) {
         orders_.push_back([run, lost = CallError(ErrorReason::kStepLost, end_reason.message())] {
           run->OnLost(lost);
@@ -201,7 +206,7 @@ void RemoteExpertGroup::Act(std::unique_lock<std::mutex>& lock) {
 
 absl::StatusOr<uint64_t> RemoteExpertGroup::Join(const RankOffer& offer) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (closed_) return CallError(ErrorReason::kDraining, "the control plane is stopping");
+  if (closed_) return StopReason();
   absl::StatusOr<uint64_t> member_id = membership_.Join(offer);
   Act(lock);
   lock.unlock();
@@ -220,7 +225,7 @@ absl::StatusOr<uint64_t> RemoteExpertGroup::Join(const RankOffer& offer) {
 absl::Status RemoteExpertGroup::Attach(uint64_t incarnation, uint64_t member_id,
                                        std::shared_ptr<RemoteRank> rank) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (closed_) return CallError(ErrorReason::kDraining, "the control plane is stopping");
+  if (closed_) return StopReason();
   const int32_t ep_rank = rank->ep_rank();
   const std::vector<MemberView> members = membership_.View();
   if (ep_rank < 0 || ep_rank >= options_.ep_size ||
@@ -337,7 +342,7 @@ void RemoteExpertGroup::Close() {
   std::unique_lock<std::mutex> lock(mutex_);
   if (closed_) return;
   closed_ = true;
-  const absl::Status reason = CallError(ErrorReason::kDraining, "the control plane is stopping");
+  const absl::Status reason = StopReason();
   for (const MemberView& member : membership_.View()) {
     if (member.member_id != 0) membership_.Lose(member.member_id, reason);
   }

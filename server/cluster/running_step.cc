@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/ops/call_error.h"
+#include "server/ops/few_of.h"
 #include "server/ops/rank_text.h"
 
 namespace expertmesh {
@@ -24,6 +25,7 @@ void RunningStep::OnDone(int32_t ep_rank, absl::StatusOr<RankStepResult> result)
         absl::Status(result.status().code(), RankText(ep_rank, result.status().message())));
   }
   results_[ep_rank] = std::move(result);
+  has_answered_[ep_rank] = true;
   --num_missing_;
   Decide();
 }
@@ -41,6 +43,16 @@ void RunningStep::Decide() {
   if (on_decided_ != nullptr) on_decided_();
 }
 
+std::string RunningStep::LateText() const {
+  std::vector<std::string> late;
+  for (size_t rank = 0; rank < has_answered_.size(); ++rank) {
+    if (!has_answered_[rank]) late.push_back(absl::StrCat(rank));
+  }
+  return absl::StrCat(late.size() == 1 ? "rank " : "ranks ", FewOf(late), " did not end ",
+                      late.size() == 1 ? "its" : "their", " part of the step in time",
+                      peers_error_.ok() ? "" : "; ", peers_error_.message());
+}
+
 absl::StatusOr<std::vector<RankStepResult>> RunningStep::Wait(Clock& clock, absl::Time deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!is_decided() && clock.Now() < deadline) clock.WaitUntil(changed_, lock, deadline);
@@ -48,8 +60,7 @@ absl::StatusOr<std::vector<RankStepResult>> RunningStep::Wait(Clock& clock, absl
   if (!own_error_.ok()) return own_error_;
   if (!lost_.ok()) return lost_;
   if (num_missing_ > 0) {
-    return absl::DeadlineExceededError(
-        absl::StrCat(num_missing_, " ranks did not end their part of the step in time"));
+    return absl::DeadlineExceededError(LateText());
   }
   if (!peers_error_.ok()) return CallError(ErrorReason::kStepLost, peers_error_.message());
   std::vector<RankStepResult> results;

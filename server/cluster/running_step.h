@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
@@ -23,6 +24,7 @@ class RunningStep {
   // take, when that has become true; not after Wait has returned.
   RunningStep(int32_t ep_size, absl::AnyInvocable<void()> on_decided)
       : results_(ep_size, absl::UnknownError("no answer yet")),
+        has_answered_(ep_size),
         num_missing_(ep_size),
         on_decided_(std::move(on_decided)) {}
 
@@ -38,11 +40,14 @@ class RunningStep {
   absl::StatusOr<std::vector<RankStepResult>> Wait(Clock& clock, absl::Time deadline);
 
  private:
-  void Decide();  // with mutex_
+  // With mutex_, both.
+  void Decide();
+  std::string LateText() const;
 
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<absl::StatusOr<RankStepResult>> results_;  // [ep_size]
+  std::vector<bool> has_answered_;                       // [ep_size]
   int32_t num_missing_;
   absl::Status own_error_;    // first one that is a rank's own
   absl::Status peers_error_;  // first one that another rank caused

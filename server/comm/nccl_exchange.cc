@@ -7,7 +7,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/base/steady_now.h"
-#include "server/ops/logging.h"
 #include "server/ops/start_thread.h"
 
 namespace expertmesh {
@@ -442,7 +441,6 @@ void NcclExchange::TearDown(const absl::Status& reason_for_peers) {
     const absl::Status stuck = absl::DeadlineExceededError(
         absl::StrCat("ncclCommAbort of rank ", ep_rank(), " did not return within ",
                      absl::FormatDuration(params_.abort_timeout), " after: ", broken.ToString()));
-    LogError(std::string(stuck.message()));
     params_.on_stuck_abort(stuck);
   }
   {

@@ -19,6 +19,12 @@ int64_t NowNanos() {
       .count();
 }
 
+// Says what the time went by with; other errors say that themselves.
+absl::Status Late(absl::Status status, const char* what) {
+  if (!absl::IsDeadlineExceeded(status)) return status;
+  return absl::DeadlineExceededError(absl::StrCat(what, ": ", status.message()));
+}
+
 }  // namespace
 
 RankStep::RankStep(RankEngine& engine, StepSlice slice, TokenShard shard)
@@ -188,7 +194,7 @@ absl::Status RankStep::ComputeInTurn(ComputeTurns::Turn turn, absl::Time deadlin
   absl::Status status = EnqueueSharedExperts();
   // Once the rows are there nothing of the experts' work is left to run in Finish, without the
   // turn.
-  if (status.ok()) status = stream_->Wait(deadline);
+  if (status.ok()) status = Late(stream_->Wait(deadline), "waiting for the other ranks' rows");
   if (status.ok()) status = EnqueueExperts();
   return Keep(std::move(status));
 }
@@ -251,7 +257,9 @@ absl::Status RankStep::EnqueueExperts() {
 
 absl::StatusOr<RankStepResult> RankStep::Finish(absl::Time deadline) {
   absl::Status status = EnqueueFinish();
-  if (status.ok()) status = stream_->Wait(deadline);
+  if (status.ok()) {
+    status = Late(stream_->Wait(deadline), "computing, or waiting for the other ranks' rows");
+  }
   if (!status.ok()) return Keep(status);
   finished_ = true;
   finished_nanos_ = NowNanos();

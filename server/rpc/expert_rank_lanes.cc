@@ -20,6 +20,8 @@
 namespace expertmesh {
 namespace {
 
+constexpr absl::Duration kLongTeardown = absl::Seconds(1);
+
 // Codes that say all by themselves cross the link; a rank that was aborted by its peers says so.
 absl::Status StatusForLink(const absl::Status& status) {
   if (!absl::IsAborted(status)) return status;
@@ -62,12 +64,26 @@ void ExpertRank::Impl::Obey(const v1::RunStepsResponse& command,
     if (!status.ok()) {
       CheckDevice();
       LogWarning("cannot form an epoch", {{"epoch", begin.epoch()}, {"why", status.message()}});
+    } else {
+      LogInfo("in an epoch", {{"epoch", begin.epoch()},
+                              {"ranks", options.engine->ep_size()},
+                              {"exchange", options.engine->ep_size() == 1      ? "none"
+                                           : options.nccl.functions != nullptr ? "NCCL"
+                                                                               : "TCP"}});
     }
     answer.mutable_epoch_ready()->set_epoch(begin.epoch());
     if (!status.ok()) *answer.mutable_epoch_ready()->mutable_status() = ToRpcStatus(status);
   } else if (command.has_epoch_end()) {
     const v1::EpochEnd& end = command.epoch_end();
+    if (epoch == end.epoch()) {
+      LogWarning("its epoch ended", {{"epoch", end.epoch()}, {"why", end.reason()}});
+    }
+    const absl::Time begun = SteadyNow();
     DropEpoch(absl::UnavailableError(end.reason()));
+    if (const absl::Duration took = SteadyNow() - begun; took > kLongTeardown) {
+      LogWarning("took long to drop its epoch, in what ended its communicator or its steps",
+                 {{"epoch", end.epoch()}, {"took", absl::FormatDuration(took)}});
+    }
     answer.mutable_epoch_down()->set_epoch(end.epoch());
   } else if (command.has_order_skip()) {
     const v1::OrderSkip& skip = command.order_skip();
@@ -138,10 +154,14 @@ absl::Status ExpertRank::Impl::FormEpoch(const v1::EpochBegin& begin,
   DropEpoch(absl::UnavailableError("another epoch forms"));
   RankEngine& engine = *options.engine;
   absl::StatusOr<std::unique_ptr<Communicator>> communicator = Connect(begin);
-  if (!communicator.ok()) return communicator.status();
   const std::lock_guard<std::mutex> lock(epoch_mutex);
   store = nullptr;
-  if (last_ended >= begin.epoch()) return last_end;
+  // Why it was given up, rather than that it was.
+  if (last_ended >= begin.epoch() &&
+      (communicator.ok() || absl::IsCancelled(communicator.status()))) {
+    return last_end;
+  }
+  if (!communicator.ok()) return communicator.status();
   engine.EnterEpoch(begin.incarnation(), begin.epoch(), *std::move(communicator));
   epoch = begin.epoch();
   state = v1::RANK_STATE_ACTIVE;
@@ -212,6 +232,12 @@ grpc::ByteBuffer ExpertRank::Impl::RunStep(ReceivedSlice received, ComputeTurns:
                             SteadyNow() + received.timeout, std::move(turn));
   }
   if (!result.ok()) {
+    // Whom a peer has aborted has nothing to add.
+    if (!absl::IsAborted(result.status())) {
+      LogWarning(
+          "a step failed here",
+          {{"epoch", header.epoch}, {"step", header.step}, {"why", result.status().message()}});
+    }
     CheckDevice();
     result = StatusForLink(result.status());
   } else if (!received.shard_status.ok()) {
