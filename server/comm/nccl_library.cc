@@ -48,6 +48,11 @@ struct NcclSymbols {
   decltype(&ncclAlltoAll) all_to_all = nullptr;  // null before 2.28
 };
 
+// As people write it.
+std::string VersionText(int version) {
+  return absl::StrCat(version / 10000, ".", version / 100 % 100, ".", version % 100);
+}
+
 absl::StatusOr<NcclSymbols> FindSymbols(void* library) {
   NcclSymbols symbols;
   std::vector<std::string> missing;
@@ -171,13 +176,12 @@ absl::StatusOr<std::shared_ptr<NcclFunctions>> OpenNcclLibrary(const std::string
     }
     int version = 0;
     if (symbols->get_version(&version) != ncclSuccess || version < kMinVersion) {
-      failures.push_back(absl::StrCat(candidate, " is version ", version, "; ", kMinVersion,
-                                      " and later will do"));
+      failures.push_back(absl::StrCat(candidate, " is version ", VersionText(version), "; ",
+                                      VersionText(kMinVersion), " and later will do"));
       continue;
     }
     return std::make_shared<NcclLibrary>(
-        *symbols, absl::StrCat("NCCL ", version / 10000, ".", version / 100 % 100, ".",
-                               version % 100, " (", candidate, ")"));
+        *symbols, absl::StrCat("NCCL ", VersionText(version), " (", candidate, ")"));
   }
   return absl::FailedPreconditionError(absl::StrCat("no NCCL: ", absl::StrJoin(failures, "; ")));
 }

@@ -15,13 +15,18 @@ constexpr absl::Duration kStartTimeout = absl::Seconds(60);
 }  // namespace
 
 std::unique_ptr<RankCluster> RankCluster::Start(const Options& options) {
+  std::unique_ptr<RankCluster> cluster = StartWithoutEpoch(options);
+  return cluster != nullptr && cluster->WaitForEpoch(1) ? std::move(cluster) : nullptr;
+}
+
+std::unique_ptr<RankCluster> RankCluster::StartWithoutEpoch(const Options& options) {
   auto cluster = std::unique_ptr<RankCluster>(new RankCluster(options));
   if (!cluster->StartControl(/*rank_port=*/0)) return nullptr;
   cluster->ranks_.resize(options.ep_size);
   for (int32_t rank = 0; rank < options.ep_size; ++rank) {
     if (!cluster->StartRank(rank)) return nullptr;
   }
-  return cluster->WaitForEpoch(1) ? std::move(cluster) : nullptr;
+  return cluster;
 }
 
 bool RankCluster::StartControl(int rank_port) {
@@ -63,6 +68,7 @@ std::unique_ptr<ServerProcess> RankCluster::StartExpertServer(std::vector<std::s
   ServerProcess::Options process;
   process.path = SiblingBinary(options_.expert_server);
   process.args = std::move(args);
+  process.environment = options_.rank_environment;
   process.args.push_back(absl::StrCat("--control_plane=127.0.0.1:", rank_port_));
   auto started = ServerProcess::Start(std::move(process));
   if (!started.ok()) {

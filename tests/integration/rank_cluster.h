@@ -22,10 +22,12 @@ class RankCluster {
     int32_t ep_size = 2;
     std::vector<std::string> control_args;
     std::vector<std::string> rank_args;
+    std::vector<std::string> rank_environment;
     std::string expert_server = "expertmesh-expert-server";
   };
   // Returns when the first epoch stands.
   static std::unique_ptr<RankCluster> Start(const Options& options);
+  static std::unique_ptr<RankCluster> StartWithoutEpoch(const Options& options);
 
   // Until the next RestartControl.
   ServerUnderTest& control() { return *control_; }

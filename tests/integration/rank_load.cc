@@ -41,9 +41,9 @@ v1::ForwardRequest RandomRequest(const v1::GetModelResponse& model, uint64_t see
   return request;
 }
 
-Oracle::Oracle(int32_t num_ranks, const char* checkpoint)
-    : server_(ServerUnderTest::Start(
-          {.checkpoint = checkpoint, .args = {absl::StrCat("--local_ranks=", num_ranks)}})) {
+Oracle::Oracle(int32_t num_ranks, ServerUnderTest::Options options) {
+  options.args.push_back(absl::StrCat("--local_ranks=", num_ranks));
+  server_ = ServerUnderTest::Start(options);
   if (server_ == nullptr) return;
   const auto described = server_->GetModel("");
   EXPECT_TRUE(described.ok()) << described.status();

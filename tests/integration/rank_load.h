@@ -31,7 +31,9 @@ v1::ForwardRequest RandomRequest(const v1::GetModelResponse& model, uint64_t see
 // What one process with as many ranks inside answers.
 class Oracle {
  public:
-  explicit Oracle(int32_t num_ranks, const char* checkpoint = kRankCheckpoint);
+  explicit Oracle(int32_t num_ranks, const char* checkpoint = kRankCheckpoint)
+      : Oracle(num_ranks, {.checkpoint = checkpoint}) {}
+  Oracle(int32_t num_ranks, ServerUnderTest::Options options);
   bool ok() const { return server_ != nullptr && model.layers_size() > 0; }
   std::string Answer(const v1::ForwardRequest& request);
 

@@ -8,7 +8,7 @@
 // on ends the process with a line that begins with "nccl_over_sockets misused".
 //
 // NCCL_OVER_SOCKETS in the environment, some of: silent_peers (a peer that is gone is not told of,
-// as over NVLink), abort_hangs, old_version (2.17).
+// as over NVLink), init_fails, abort_hangs, old_version (2.17).
 
 #include <nccl.h>
 #include <unistd.h>
@@ -221,6 +221,11 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* state) {
     if (const std::string error = found.links->error(); !error.empty()) {
       last_error = error;
       *state = ncclRemoteError;
+      return ncclSuccess;
+    }
+    if (HasFault("init_fails")) {
+      last_error = "Bootstrap : no socket interface found";
+      *state = ncclSystemError;
       return ncclSuccess;
     }
     *state = ncclInProgress;
