@@ -21,7 +21,9 @@ namespace expertmesh {
 //
 // Host memory, unless `copy_bytes` is set: it copies what a rank's memory is, on the thread of a
 // stream's host work, and blocks until that is done. Destroying one communicator is the loss of
-// that rank: the others fail with UNAVAILABLE.
+// that rank: the others fail with UNAVAILABLE. A stream that has failed before it gets to an
+// operation breaks the group as Abort does: whoever drives all ranks may wait for a peer's stream
+// first.
 std::vector<std::unique_ptr<Communicator>> NewInProcessCommunicators(
     int32_t ep_size,
     std::function<absl::Status(std::byte* to, const std::byte* from, int64_t size_bytes)>
