@@ -77,16 +77,17 @@ class NcclCommunicator : public Communicator {
 
   void Abort(const absl::Status& reason) override {
     Break(reason);
-    exchange_->WaitUntilTornDown();
+    exchange_->teardown().WaitUntilTornDown();
   }
 
   void Break(const absl::Status& reason) override {
-    exchange_->Break(absl::AbortedError(absl::StrCat(
-                         "rank ", ep_rank(), " aborted the communicator: ", reason.ToString())),
-                     reason);
+    exchange_->teardown().Break(
+        absl::AbortedError(
+            absl::StrCat("rank ", ep_rank(), " aborted the communicator: ", reason.ToString())),
+        reason);
   }
 
-  absl::Status status() const override { return exchange_->broken(); }
+  absl::Status status() const override { return exchange_->teardown().broken(); }
   std::vector<int64_t> bytes_sent() const override { return exchange_->traffic().bytes_sent(); }
   std::vector<int64_t> wait_nanos() const override { return exchange_->wait_nanos(); }
 
@@ -95,12 +96,12 @@ class NcclCommunicator : public Communicator {
   absl::Status Refuse(const absl::Status& status) {
     const absl::Status broken = absl::DataLossError(
         absl::StrCat("rank ", ep_rank(), " posted an invalid operation: ", status.message()));
-    exchange_->Break(broken, broken);
+    exchange_->teardown().Break(broken, broken);
     return status;
   }
 
   absl::Status Post(std::shared_ptr<NcclOperation> operation, Stream& stream) {
-    if (absl::Status status = exchange_->broken(); !status.ok()) return status;
+    if (absl::Status status = exchange_->teardown().broken(); !status.ok()) return status;
     for (int32_t peer = 0; peer < ep_size() && !operation->send_bytes.empty(); ++peer) {
       if (peer != ep_rank()) exchange_->traffic().CountSent(peer, operation->send_bytes[peer]);
     }
@@ -209,7 +210,7 @@ absl::StatusOr<std::unique_ptr<Communicator>> NewNcclCommunicator(NcclCommunicat
   exchange_params.abort_timeout = params.abort_timeout;
   exchange_params.on_stuck_abort = std::move(params.on_stuck_abort);
   auto exchange = std::make_shared<NcclExchange>(std::move(exchange_params));
-  if (!status.ok()) exchange->Break(status, status);
+  if (!status.ok()) exchange->teardown().Break(status, status);
   status.Update(exchange->Begin());
   if (!status.ok()) {
     exchange->Stop();

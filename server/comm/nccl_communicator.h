@@ -28,14 +28,15 @@ struct NcclCommunicatorParams {
   RendezvousStore* store = nullptr;              // used during the call only
   absl::Time deadline = absl::InfiniteFuture();  // for the communicator to stand
   const std::atomic<bool>* cancelled = nullptr;  // as TcpMeshParams
-  // For one operation, from when it is the first of those that NCCL has been given. Then the
-  // communicator is broken with DEADLINE_EXCEEDED.
+  // For one operation, from when it is the first of those that NCCL has been given, and for one
+  // call of NCCL or the device. Then the communicator is broken with DEADLINE_EXCEEDED.
   absl::Duration operation_timeout = absl::Seconds(30);
-  // NCCL's abort has this long to return, and what the device then still does.
+  // NCCL's abort has this long to return, and what the device then still does; then the call that
+  // was being made has it, too.
   absl::Duration abort_timeout = absl::Seconds(20);
-  // Called, on a thread of the communicator's own, when it has not returned by then: the device may
-  // write into any buffer of the epoch for ever, so the process must end (std::_Exit: destructors
-  // would wait for the device). Must be set.
+  // Called, on a thread of the communicator's own, when they have not returned by then: the device
+  // may write into any buffer of the epoch for ever, so the process must end (std::_Exit:
+  // destructors would wait for the device). Must be set.
   std::function<void(const absl::Status&)> on_stuck_abort;
 };
 
@@ -57,8 +58,12 @@ struct NcclCommunicatorParams {
 // ncclAllGather; the ranks know that of one another, so all take the same way.
 //
 // One thread makes all calls of NCCL, by place, on a stream of the communicator's own: events tie
-// it to the callers' streams. The same thread polls for NCCL's asynchronous errors, for what the
-// device has done, and the clock.
+// it to the callers' streams, which wait for it on the device, so that what follows an operation is
+// launched as soon as NCCL has the operation. The same thread polls for NCCL's asynchronous errors
+// and for what the device has done. Only when it has seen the operation end well do callers'
+// streams tell of what stands behind (CudaStream): nothing that ran on an aborted operation's bytes
+// is ever reported as done. Another thread watches the clock: calls of NCCL and of the device may
+// not return.
 //
 // After any failure ncclCommAbort runs on a thread of its own. Pending operations fail, and Abort
 // returns, when that is through, not before: until then the device may touch their buffers. See

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "kernels/cuda/cuda_device_point.h"
 #include "kernels/cuda/cuda_status.h"
 #include "kernels/cuda/cuda_stream.h"
 
@@ -95,6 +96,11 @@ absl::Status NcclDeviceFunctions::RecordOnCaller(Stream& stream, DeviceEvent eve
     recorded.Signal(status);
     return status;
   });
+}
+
+std::shared_ptr<const DevicePoint> NcclDeviceFunctions::MakePoint(
+    int32_t device_index, const std::shared_ptr<void>& event) const {
+  return std::make_shared<CudaDevicePoint>(device_index, AsEvent(event.get()), event);
 }
 
 }  // namespace expertmesh

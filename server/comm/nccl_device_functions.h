@@ -23,6 +23,8 @@ class NcclDeviceFunctions : public NcclFunctions {
   bool IsDeviceStream(const Stream& stream) const override;
   absl::Status RecordOnCaller(Stream& stream, DeviceEvent event, const Event& recorded,
                               std::shared_ptr<const void> event_owner) override;
+  std::shared_ptr<const DevicePoint> MakePoint(int32_t device_index,
+                                               const std::shared_ptr<void>& event) const override;
 };
 
 }  // namespace expertmesh

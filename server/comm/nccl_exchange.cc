@@ -3,27 +3,23 @@
 #include <sys/prctl.h>
 
 #include <algorithm>
-#include <atomic>
+#include <chrono>
+#include <utility>
 
+#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
-#include "kernels/base/steady_now.h"
 #include "server/ops/start_thread.h"
 
 namespace expertmesh {
 namespace {
+
+using Clock = std::chrono::steady_clock;
 
 // How often the device and NCCL are asked: a small operation takes some ten microseconds, one that
 // waits for its peers may take long.
 constexpr std::chrono::microseconds kPollInterval(10);
 constexpr std::chrono::microseconds kPatientPollInterval(200);
 constexpr std::chrono::milliseconds kPatientAfter(5);
-
-// For the last bytes of a rank that leaves in peace.
-constexpr absl::Duration kFinalizeTimeout = absl::Seconds(2);
-
-std::chrono::nanoseconds ToChrono(absl::Duration duration) {
-  return absl::ToChronoNanoseconds(std::clamp(duration, absl::ZeroDuration(), absl::Hours(1000)));
-}
 
 }  // namespace
 
@@ -41,63 +37,46 @@ absl::Status NcclStatus(NcclFunctions& functions, NcclFunctions::Result result,
 NcclExchange::NcclExchange(Params params)
     : params_(std::move(params)),
       functions_(*params_.functions),
-      operation_timeout_(ToChrono(params_.operation_timeout)),
       traffic_(params_.ep_size),
-      control_stream_(NewThreadedHostStream()) {}
+      events_(std::make_shared<NcclEventPool>(params_.functions, params_.device_index)),
+      control_stream_(NewThreadedHostStream()),
+      teardown_(TeardownParams()) {}
 
-NcclExchange::~NcclExchange() {
-  // The device may still get to them.
-  if (left_behind_) return;
-  for (const NcclFunctions::DeviceEvent event : idle_events_) functions_.EventDestroy(event);
+NcclExchange::~NcclExchange() = default;
+
+NcclTeardown::Params NcclExchange::TeardownParams() {
+  NcclTeardown::Params params;
+  params.ep_rank = params_.ep_rank;
+  params.device_index = params_.device_index;
+  params.functions = params_.functions;
+  params.comm = params_.comm;
+  params.stream = params_.stream;
+  params.control = params_.control.get();
+  params.operation_timeout = params_.operation_timeout;
+  params.abort_timeout = params_.abort_timeout;
+  params.on_stuck_abort = params_.on_stuck_abort;
+  params.on_broken = [this] { Wake(); };
+  params.on_torn_down = [this](const absl::Status& broken) { FailPending(broken); };
+  return params;
 }
 
 absl::Status NcclExchange::Begin() {
-  absl::StatusOr<std::unique_ptr<DeadlineWorker>> worker = DeadlineWorker::Start();
-  if (!worker.ok()) return worker.status();
-  worker_ = *std::move(worker);
-  absl::StatusOr<std::thread> teardown = StartThread([this] { WatchForBreak(); });
-  if (!teardown.ok()) return teardown.status();
-  teardown_ = *std::move(teardown);
+  if (absl::Status status = teardown_.Begin(); !status.ok()) return status;
   absl::StatusOr<std::thread> thread = StartThread([this] { Run(); });
   if (!thread.ok()) return thread.status();
   thread_ = *std::move(thread);
   return absl::OkStatus();
 }
 
-absl::Status NcclExchange::broken() const {
+void NcclExchange::Wake() {
   const Lock lock(mutex_);
-  return broken_;
+  changed_.notify_all();
 }
 
 void NcclExchange::WakeWhenDone(const Event& event) {
   event.OnDone([weak = weak_from_this()] {
-    const std::shared_ptr<NcclExchange> exchange = weak.lock();
-    if (exchange == nullptr) return;
-    const Lock lock(exchange->mutex_);
-    exchange->changed_.notify_all();
+    if (const std::shared_ptr<NcclExchange> exchange = weak.lock()) exchange->Wake();
   });
-}
-
-absl::StatusOr<NcclFunctions::DeviceEvent> NcclExchange::TakeDeviceEvent() {
-  {
-    const Lock lock(mutex_);
-    if (!idle_events_.empty()) {
-      const NcclFunctions::DeviceEvent event = idle_events_.back();
-      idle_events_.pop_back();
-      return event;
-    }
-  }
-  NcclFunctions::DeviceEvent event = nullptr;
-  absl::Status status = functions_.SetDevice(params_.device_index);
-  if (status.ok()) status = functions_.EventCreate(&event);
-  if (!status.ok()) return status;
-  return event;
-}
-
-void NcclExchange::KeepDeviceEvents(NcclOperation& operation) {
-  for (NcclFunctions::DeviceEvent* event : {&operation.reached, &operation.completed}) {
-    if (*event != nullptr) idle_events_.push_back(std::exchange(*event, nullptr));
-  }
 }
 
 absl::Status NcclExchange::Start(OperationPlace place, std::shared_ptr<NcclOperation> operation,
@@ -105,30 +84,27 @@ absl::Status NcclExchange::Start(OperationPlace place, std::shared_ptr<NcclOpera
   WakeWhenDone(operation->ready);
   // A barrier is agreed on when the stream has reached it, which the host must know.
   if (operation->kind != NcclOperation::Kind::kBarrier && functions_.IsDeviceStream(stream)) {
-    absl::StatusOr<NcclFunctions::DeviceEvent> event = TakeDeviceEvent();
+    absl::StatusOr<NcclEventPool::SharedEvent> event = events_->Take();
     if (!event.ok()) return event.status();
-    operation->reached = *event;
+    operation->reached = *std::move(event);
   }
   {
     const Lock lock(mutex_);
-    if (broken_.ok() && place < next_) {
+    if (place < next_) {
       // Another step has had it: no peer will come.
       const absl::Status status =
           absl::DataLossError(absl::StrCat("rank ", ep_rank(), " calls ", operation->ToString(),
                                            " at place ", place.order, ", which is past"));
-      BreakLocked(status, status);
+      teardown_.Break(status, status);
     }
-    if (!broken_.ok()) {
-      KeepDeviceEvents(*operation);
-      return broken_;
-    }
+    if (absl::Status broken = teardown_.broken(); !broken.ok()) return broken;
     called_.emplace(place, operation);
     changed_.notify_all();
   }
   absl::Status status = operation->reached == nullptr
                             ? stream.Record(operation->ready)
-                            : functions_.RecordOnCaller(stream, operation->reached,
-                                                        operation->ready, shared_from_this());
+                            : functions_.RecordOnCaller(stream, operation->reached.get(),
+                                                        operation->ready, operation->reached);
   if (!status.ok()) operation->ready.Signal(status);
   status.Update(stream.WaitFor(operation->done));
   return status;
@@ -154,11 +130,12 @@ void NcclExchange::PassClosedOrders() {
 void NcclExchange::Run() {
   // Else the kernel adds 50 microseconds to every short wait.
   prctl(PR_SET_TIMERSLACK, 1000UL);
-  absl::Status device = functions_.SetDevice(params_.device_index);
+  const absl::Status device =
+      teardown_.Call([this] { return functions_.SetDevice(params_.device_index); });
+  if (!device.ok()) teardown_.Break(device, device);
   Lock lock(mutex_);
-  if (!device.ok()) BreakLocked(device, device);
   Clock::time_point moved_at = Clock::now();
-  while (broken_.ok() && !stopping_) {
+  while (!stopping_ && IsWhole()) {
     const bool sent = SendHeaders(lock);
     const bool issued = IssueFirst(lock);
     const bool finished = FinishFirst(lock);
@@ -166,7 +143,7 @@ void NcclExchange::Run() {
       moved_at = Clock::now();
       continue;
     }
-    if (!broken_.ok() || stopping_) break;
+    if (stopping_ || !IsWhole()) break;
     if (issued_.empty()) {
       // Whoever changes something that this thread can go on with notifies.
       if (!CanMove()) changed_.wait(lock);
@@ -208,8 +185,8 @@ bool NcclExchange::SendHeaders(Lock& lock) {
   absl::Status status = params_.control->AllGatherV(params, *control_stream_);
   status.Update(control_stream_->Record(operation->agreed));
   WakeWhenDone(operation->agreed);
+  if (!status.ok()) teardown_.Break(status, absl::OkStatus());
   lock.lock();
-  if (!status.ok()) BreakLocked(status, absl::OkStatus());
   return true;
 }
 
@@ -223,47 +200,33 @@ bool NcclExchange::IssueFirst(Lock& lock) {
     if (status.ok()) status = operation->CheckHeaders(ep_size());
     operation->checked = true;
     if (!status.ok()) {
-      BreakLocked(status, absl::OkStatus());
+      teardown_.Break(status, absl::OkStatus());
       return true;
     }
   }
   if (!operation->ready.done()) return false;
   if (const absl::Status status = operation->ready.status(); !status.ok()) {
-    BreakLocked(status, status);
+    teardown_.Break(status, status);
     return true;
   }
   agreeing_.pop_front();
-  operation->deadline = Clock::now() + operation_timeout_;
+  if (issued_.empty()) teardown_.Watch(operation);
   issued_.push_back(operation);
   lock.unlock();
   const absl::Status status = Issue(*operation);
+  if (!status.ok()) teardown_.Break(status, status);
   lock.lock();
-  if (!status.ok()) BreakLocked(status, status);
   return true;
 }
 
-absl::Status NcclExchange::Call(const std::function<absl::Status()>& call) {
-  {
-    const Lock lock(mutex_);
-    if (!broken_.ok()) return broken_;
-    in_call_ = true;
-  }
-  const absl::Status status = call();
-  const Lock lock(mutex_);
-  in_call_ = false;
-  changed_.notify_all();
-  return status;
-}
-
-absl::StatusOr<NcclExchange::Result> NcclExchange::AsyncError() {
-  Result result = Result::kSuccess;
-  const absl::Status status = Call([&] {
-    absl::Status asked = NcclStatus(functions_, functions_.CommGetAsyncError(params_.comm, &result),
+absl::Status NcclExchange::AskNccl(Result* result) {
+  const absl::Status status = teardown_.Call([&] {
+    absl::Status asked = NcclStatus(functions_, functions_.CommGetAsyncError(params_.comm, result),
                                     params_.comm, "ncclCommGetAsyncError");
-    asked.Update(NcclStatus(functions_, result, params_.comm, "NCCL"));
+    asked.Update(NcclStatus(functions_, *result, params_.comm, "NCCL"));
     return asked;
   });
-  if (status.ok()) return result;
+  if (status.ok()) return status;
   // A rank that aborts says by `control` why; all that NCCL knows is that it is gone.
   if (absl::Status told = params_.control->status(); !told.ok()) return told;
   return status;
@@ -273,41 +236,45 @@ absl::Status NcclExchange::Issue(NcclOperation& operation) {
   const auto any = [](const std::vector<int64_t>& counts) {
     return std::any_of(counts.begin(), counts.end(), [](int64_t count) { return count > 0; });
   };
-  if (!any(operation.send_bytes) && !any(operation.receive_bytes)) return absl::OkStatus();
-  absl::StatusOr<NcclFunctions::DeviceEvent> completed = TakeDeviceEvent();
-  if (!completed.ok()) return completed.status();
+  NcclEventPool::SharedEvent passed = operation.reached;
+  if (any(operation.send_bytes) || any(operation.receive_bytes)) {
+    if (absl::Status status = GiveToNccl(operation); !status.ok()) return status;
+    passed = operation.completed;
+  }
+  // The caller's stream goes on, on the device; `done` follows when the host has seen it all end.
+  if (operation.reached != nullptr) {
+    operation.done.Place(functions_.MakePoint(params_.device_index, passed));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status NcclExchange::GiveToNccl(NcclOperation& operation) {
+  absl::Status status = teardown_.Call([&] {
+    absl::StatusOr<NcclEventPool::SharedEvent> completed = events_->Take();
+    if (!completed.ok()) return completed.status();
+    operation.completed = *std::move(completed);
+    if (operation.reached == nullptr) return absl::OkStatus();
+    return functions_.StreamWaitEvent(params_.stream, operation.reached.get());
+  });
+  if (!status.ok()) return status;
   Result result = Result::kSuccess;
-  absl::Status status = Call([&]() -> absl::Status {
-    if (operation.reached != nullptr) {
-      absl::Status waits = functions_.StreamWaitEvent(params_.stream, operation.reached);
-      if (!waits.ok()) return waits;
-    }
-    result = GiveToNccl(operation);
+  status = teardown_.Call([&] {
+    result = CallNccl(operation);
     return NcclStatus(functions_, result, params_.comm, operation.ToString().c_str());
   });
   // Only then is it on the stream.
   while (status.ok() && result == Result::kInProgress) {
-    absl::StatusOr<Result> asked = AsyncError();
-    status = asked.status();
-    if (!status.ok()) break;
-    result = *asked;
-    if (result != Result::kInProgress) break;
-    if (Clock::now() > operation.deadline) {
-      status = absl::DeadlineExceededError(
-          absl::StrCat("NCCL did not take ", operation.ToString(), " in time"));
-    }
+    status = AskNccl(&result);
+    if (!status.ok() || result != Result::kInProgress) break;
     Lock lock(mutex_);
-    if (broken_.ok()) changed_.wait_for(lock, kPollInterval);
+    if (IsWhole()) changed_.wait_for(lock, kPollInterval);
   }
-  if (status.ok()) {
-    status = Call([&] { return functions_.EventRecord(*completed, params_.stream); });
-  }
-  const Lock lock(mutex_);
-  operation.completed = *completed;
-  return status;
+  if (!status.ok()) return status;
+  return teardown_.Call(
+      [&] { return functions_.EventRecord(operation.completed.get(), params_.stream); });
 }
 
-NcclFunctions::Result NcclExchange::GiveToNccl(const NcclOperation& operation) {
+NcclFunctions::Result NcclExchange::CallNccl(const NcclOperation& operation) {
   const int64_t equal_bytes = operation.EqualBytes(ep_size());
   if (equal_bytes > 0 && operation.kind == NcclOperation::Kind::kAllGatherV) {
     return functions_.AllGather(operation.send, operation.receive, equal_bytes, params_.comm,
@@ -349,173 +316,63 @@ NcclFunctions::Result NcclExchange::GiveToNccl(const NcclOperation& operation) {
   return result == Result::kSuccess ? ended : result;
 }
 
+// NCCL is asked after the device: what ended an operation before its time has been told of by then.
+absl::Status NcclExchange::HasCompleted(const NcclOperation& operation, bool* completed) {
+  const absl::Status status = teardown_.Call([&] {
+    const absl::StatusOr<bool> reached = functions_.EventQuery(operation.completed.get());
+    *completed = reached.value_or(false);
+    return reached.status();
+  });
+  if (!status.ok()) return status;
+  Result result = Result::kSuccess;
+  return AskNccl(&result);
+}
+
 bool NcclExchange::FinishFirst(Lock& lock) {
   if (issued_.empty()) return false;
   const std::shared_ptr<NcclOperation> operation = issued_.front();
-  bool is_done = operation->completed == nullptr;
   lock.unlock();
-  absl::Status status;
-  if (!is_done) {
-    status = AsyncError().status();
-    if (status.ok()) status = params_.control->status();
-    if (status.ok()) {
-      status = Call([&] {
-        absl::StatusOr<bool> reached = functions_.EventQuery(operation->completed);
-        is_done = reached.value_or(false);
-        return reached.status();
-      });
-    }
+  bool is_done = operation->completed == nullptr;
+  absl::Status status = params_.control->status();
+  if (status.ok() && !is_done) {
+    status = HasCompleted(*operation, &is_done);
   }
+  if (!status.ok()) teardown_.Break(status, status);
   lock.lock();
-  if (!broken_.ok()) return true;
-  if (!is_done && status.ok() && Clock::now() > operation->deadline) {
-    status = absl::DeadlineExceededError(
-        absl::StrCat("rank ", ep_rank(), " waited in vain for the end of ", operation->ToString()));
-  }
-  if (!status.ok()) {
-    BreakLocked(status, status);
-    return true;
-  }
+  if (!IsWhole()) return true;
   if (!is_done) return false;
   issued_.pop_front();
-  KeepDeviceEvents(*operation);
-  if (!issued_.empty()) issued_.front()->deadline = Clock::now() + operation_timeout_;
+  teardown_.Watch(issued_.empty() ? nullptr : issued_.front());
   lock.unlock();
   operation->done.Signal();
   lock.lock();
   return true;
 }
 
-void NcclExchange::Break(const absl::Status& status, const absl::Status& reason_for_peers) {
-  const Lock lock(mutex_);
-  BreakLocked(status, reason_for_peers);
-}
-
-void NcclExchange::BreakLocked(const absl::Status& status, const absl::Status& reason_for_peers) {
-  if (!broken_.ok()) return;
-  broken_ = status;
-  reason_for_peers_ = reason_for_peers;
-  changed_.notify_all();
-}
-
-void NcclExchange::WatchForBreak() {
-  absl::Status reason_for_peers;
-  {
-    Lock lock(mutex_);
-    changed_.wait(lock, [this] { return !broken_.ok(); });
-    if (torn_down_) return;
-    reason_for_peers = reason_for_peers_;
-  }
-  TearDown(reason_for_peers);
-}
-
-void NcclExchange::TearDown(const absl::Status& reason_for_peers) {
-  if (absl::IsDataLoss(reason_for_peers)) {
-    // An abort would be an ABORTED to them; a call without counts is refused on all ranks.
-    static_cast<void>(params_.control->AllGatherV({}, *control_stream_));
-  } else if (!reason_for_peers.ok()) {
-    params_.control->Abort(reason_for_peers);
-  }
-  {
-    // A call that does not come back may be what the abort ends.
-    Lock lock(mutex_);
-    changed_.wait_for(lock, ToChrono(params_.abort_timeout / 2), [this] { return !in_call_; });
-  }
-  const bool returned = worker_->Run(
-      [functions = params_.functions, comm = params_.comm, stream = params_.stream,
-       device_index = params_.device_index] {
-        // Nobody is left to hear of an error; what matters is that it is over.
-        static_cast<void>(functions->SetDevice(device_index));
-        static_cast<void>(functions->CommAbort(comm));
-        static_cast<void>(functions->StreamSynchronize(stream));
-      },
-      params_.abort_timeout);
-  absl::Status broken;
+void NcclExchange::FailPending(const absl::Status& broken) {
   std::vector<Event> pending;
   {
     const Lock lock(mutex_);
-    broken = broken_;
-    left_behind_ = !returned;
-  }
-  if (!returned) {
-    const absl::Status stuck = absl::DeadlineExceededError(
-        absl::StrCat("ncclCommAbort of rank ", ep_rank(), " did not return within ",
-                     absl::FormatDuration(params_.abort_timeout), " after: ", broken.ToString()));
-    params_.on_stuck_abort(stuck);
-  }
-  {
-    const Lock lock(mutex_);
-    torn_down_ = true;
     // They stay, for what they hold is named to `control`.
     for (const auto& [place, operation] : called_) pending.push_back(operation->done);
     for (const auto& operation : agreeing_) pending.push_back(operation->done);
     for (const auto& operation : issued_) pending.push_back(operation->done);
-    changed_.notify_all();
   }
   for (Event& event : pending) event.Signal(broken);
 }
 
-void NcclExchange::WaitUntilTornDown() {
-  Lock lock(mutex_);
-  changed_.wait(lock, [this] { return torn_down_; });
-}
-
-bool NcclExchange::EndInPeace() {
-  const auto is_over = std::make_shared<std::atomic<bool>>(false);
-  const absl::Time deadline = SteadyNow() + kFinalizeTimeout;
-  const bool returned = worker_->Run(
-      [is_over, deadline, functions = params_.functions, comm = params_.comm,
-       device_index = params_.device_index] {
-        if (!functions->SetDevice(device_index).ok()) return;
-        Result result = functions->CommFinalize(comm);
-        while (result == Result::kInProgress && SteadyNow() < deadline) {
-          std::this_thread::sleep_for(kPatientPollInterval);
-          if (functions->CommGetAsyncError(comm, &result) != Result::kSuccess) return;
-        }
-        if (result == Result::kSuccess) {
-          is_over->store(functions->CommDestroy(comm) == Result::kSuccess);
-        }
-      },
-      kFinalizeTimeout * 2);
-  return returned && is_over->load();
-}
-
 void NcclExchange::Stop() {
-  const absl::Status left = absl::UnavailableError(absl::StrCat("rank ", ep_rank(), " has left"));
   {
     const Lock lock(mutex_);
     stopping_ = true;
     changed_.notify_all();
   }
   if (thread_.joinable()) thread_.join();
-  bool in_peace;
-  {
-    const Lock lock(mutex_);
-    in_peace = teardown_.joinable() && broken_.ok() && called_.empty() && agreeing_.empty() &&
-               issued_.empty();
-  }
-  if (in_peace && EndInPeace()) {
-    const Lock lock(mutex_);
-    broken_ = left;
-    torn_down_ = true;
-    changed_.notify_all();
-  } else {
-    Break(left, left);
-  }
-  if (teardown_.joinable()) {
-    teardown_.join();
-  } else if (!torn_down_) {
-    // Without threads there is none to wait for it from.
-    static_cast<void>(functions_.CommAbort(params_.comm));
-  }
+  const bool is_idle = called_.empty() && agreeing_.empty() && issued_.empty();
+  if (!teardown_.Stop(/*in_peace=*/is_idle)) events_->Abandon();
   control_stream_.reset();
   // To peers that wait, this says that the rank has left.
   params_.control.reset();
-  const Lock lock(mutex_);
-  if (!left_behind_) functions_.StreamDestroy(params_.stream);
-  for (const auto& [place, operation] : called_) KeepDeviceEvents(*operation);
-  for (const auto& operation : agreeing_) KeepDeviceEvents(*operation);
-  for (const auto& operation : issued_) KeepDeviceEvents(*operation);
   called_.clear();
   agreeing_.clear();
   issued_.clear();

@@ -1,7 +1,6 @@
 #ifndef EXPERTMESH_SERVER_COMM_NCCL_EXCHANGE_H_
 #define EXPERTMESH_SERVER_COMM_NCCL_EXCHANGE_H_
 
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -10,17 +9,16 @@
 #include <memory>
 #include <mutex>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/comm/comm_traffic.h"
 #include "server/comm/communicator.h"
-#include "server/comm/deadline_worker.h"
+#include "server/comm/nccl_event_pool.h"
 #include "server/comm/nccl_functions.h"
 #include "server/comm/nccl_operation.h"
+#include "server/comm/nccl_teardown.h"
 #include "server/comm/operation_places.h"
 
 namespace expertmesh {
@@ -30,7 +28,8 @@ absl::Status NcclStatus(NcclFunctions& functions, NcclFunctions::Result result,
                         NcclFunctions::Comm comm, const char* call);
 
 // One rank's end of a group of NCCL: what nccl_communicator.cc shares with the work that it leaves
-// on streams. Thread safe.
+// on streams. A thread of its own agrees with the peers on the operations, gives them to NCCL, and
+// sees them end. Thread safe.
 class NcclExchange : public std::enable_shared_from_this<NcclExchange> {
  public:
   struct Params {
@@ -55,7 +54,8 @@ class NcclExchange : public std::enable_shared_from_this<NcclExchange> {
 
   int32_t ep_rank() const { return params_.ep_rank; }
   int32_t ep_size() const { return params_.ep_size; }
-  absl::Status broken() const;
+  // Breaks, and is broken, as one.
+  NcclTeardown& teardown() { return teardown_; }
   CommTraffic& traffic() { return traffic_; }
   std::vector<int64_t> wait_nanos() const { return params_.control->wait_nanos(); }
 
@@ -65,21 +65,17 @@ class NcclExchange : public std::enable_shared_from_this<NcclExchange> {
                      Stream& stream);
   void CloseOrder(int64_t order, int64_t num_operations);
 
-  // Breaks the exchange, if it is whole, and tells the peers, which break too. Does not wait.
-  void Break(const absl::Status& status, const absl::Status& reason_for_peers);
-  // After Break: until no buffer is touched any more, or on_stuck_abort has returned.
-  void WaitUntilTornDown();
-
   // Once. Ends NCCL in peace if the exchange is whole, leaves `control`, ends the threads.
   void Stop();
 
  private:
-  using Clock = std::chrono::steady_clock;
   using Lock = std::unique_lock<std::mutex>;
   using Operations = std::deque<std::shared_ptr<NcclOperation>>;
   using Result = NcclFunctions::Result;
 
+  NcclTeardown::Params TeardownParams();
   void Run();
+  bool IsWhole() const { return teardown_.broken().ok(); }
   // Each returns whether it moved an operation on.
   bool SendHeaders(Lock& lock);
   bool IssueFirst(Lock& lock);
@@ -88,42 +84,30 @@ class NcclExchange : public std::enable_shared_from_this<NcclExchange> {
   void PassClosedOrders();
   bool CanMove() const;
   absl::Status Issue(NcclOperation& operation);
-  Result GiveToNccl(const NcclOperation& operation);
-  // Makes `call`, of NCCL or the device, unless the exchange is broken; then returns its status.
-  absl::Status Call(const std::function<absl::Status()>& call);
-  absl::StatusOr<Result> AsyncError();
-  void BreakLocked(const absl::Status& status, const absl::Status& reason_for_peers);
-  void WatchForBreak();
-  void TearDown(const absl::Status& reason_for_peers);
-  // NCCL's own end; false when it did not work out.
-  bool EndInPeace();
+  absl::Status GiveToNccl(NcclOperation& operation);
+  Result CallNccl(const NcclOperation& operation);
+  absl::Status AskNccl(Result* result);
+  absl::Status HasCompleted(const NcclOperation& operation, bool* completed);
+  void FailPending(const absl::Status& broken);
+  void Wake();
   void WakeWhenDone(const Event& event);
-  absl::StatusOr<NcclFunctions::DeviceEvent> TakeDeviceEvent();
-  void KeepDeviceEvents(NcclOperation& operation);
 
   Params params_;
   NcclFunctions& functions_;
-  const std::chrono::nanoseconds operation_timeout_;
   CommTraffic traffic_;
+  const std::shared_ptr<NcclEventPool> events_;
 
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards what follows; taken before teardown_'s
   std::condition_variable changed_;
-  absl::Status broken_;
-  absl::Status reason_for_peers_;  // OK: they know
-  bool torn_down_ = false;
-  bool left_behind_ = false;  // a thread still is in NCCL's abort
   bool stopping_ = false;
-  bool in_call_ = false;  // the own thread is inside NCCL
   std::map<OperationPlace, std::shared_ptr<NcclOperation>> called_;
   std::map<int64_t, int64_t> closed_orders_;  // how many operations each has, from next_ on
   OperationPlace next_;                       // of the operation that sends its headers next
   Operations agreeing_;                       // by place; headers are sent
   Operations issued_;                         // by place; NCCL has them
-  std::vector<NcclFunctions::DeviceEvent> idle_events_;
 
   std::unique_ptr<Stream> control_stream_;
-  std::unique_ptr<DeadlineWorker> worker_;  // ends NCCL
-  std::thread teardown_;                    // waits for a break
+  NcclTeardown teardown_;
   std::thread thread_;
 };
 

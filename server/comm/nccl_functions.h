@@ -88,6 +88,10 @@ class NcclFunctions {
   // long as the stream may still record the event.
   virtual absl::Status RecordOnCaller(Stream& stream, DeviceEvent event, const Event& recorded,
                                       std::shared_ptr<const void> event_owner) = 0;
+  // `event`, which is recorded, for Event::Place: callers' streams wait for it on the device, and
+  // hold the reference meanwhile. Null: they wait for the host.
+  virtual std::shared_ptr<const DevicePoint> MakePoint(
+      int32_t device_index, const std::shared_ptr<void>& event) const = 0;
 };
 
 }  // namespace expertmesh

@@ -1,7 +1,6 @@
 #ifndef EXPERTMESH_SERVER_COMM_NCCL_OPERATION_H_
 #define EXPERTMESH_SERVER_COMM_NCCL_OPERATION_H_
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -11,7 +10,7 @@
 #include "absl/types/span.h"
 #include "kernels/base/stream.h"
 #include "server/comm/communicator.h"
-#include "server/comm/nccl_functions.h"
+#include "server/comm/nccl_event_pool.h"
 
 namespace expertmesh {
 
@@ -27,19 +26,20 @@ struct NcclOperation {
   std::vector<int64_t> receive_bytes;  // [ep_size], from each rank
 
   // The caller's stream has reached the operation; or, with `reached`, that event is recorded on
-  // it.
+  // it, which is a stream of the device.
   Event ready;
-  NcclFunctions::DeviceEvent reached = nullptr;
-  Event done;  // signalled when the buffers are no longer needed
+  NcclEventPool::SharedEvent reached;
+  // Placed when NCCL has the operation and the caller's stream is one of the device; signalled when
+  // the operation has ended and the buffers are no longer needed.
+  Event done;
 
   // What the ranks tell each other before bytes move: [ep_size] records of HeaderSize numbers.
   std::vector<int64_t> header;
   std::vector<int64_t> headers;
-  std::vector<int64_t> header_bytes;                 // [ep_size]
-  Event agreed;                                      // headers are there
-  bool checked = false;                              // and say the same
-  NcclFunctions::DeviceEvent completed = nullptr;    // on the communicator's stream
-  std::chrono::steady_clock::time_point deadline{};  // from when it is the first that is issued
+  std::vector<int64_t> header_bytes;     // [ep_size]
+  Event agreed;                          // headers are there
+  bool checked = false;                  // and say the same
+  NcclEventPool::SharedEvent completed;  // on the communicator's stream; null: nothing moves
 
   // `ep_size` numbers of what is sent, as many of what is expected, and the kind.
   static int64_t HeaderSize(int64_t ep_size) { return 2 * ep_size + 1; }

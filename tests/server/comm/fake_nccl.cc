@@ -93,6 +93,7 @@ struct FakeNccl::State {
   int64_t num_aborts = 0;
   int64_t num_hung_aborts = 0;
   bool aborts_released = false;
+  bool queries_hang = false;
   int64_t num_all_to_alls = 0;
   int64_t num_all_gathers = 0;
   int64_t num_sends = 0;
@@ -196,6 +197,11 @@ struct FakeNccl::State {
     }
     const Faults& fault = faults[comm->rank];
     if (fault.group_end != Result::kSuccess) return fault.group_end;
+    if (fault.call_hangs) {
+      const bool survives = fault.call_survives_abort;
+      changed.wait(lock, [&] { return aborts_released || (comm->aborted && !survives); });
+      return Result::kInternalError;
+    }
     comm->polls_left = kPollsInProgress;
     comm->enqueue = [this, group] {
       const auto kernel = std::make_shared<Kernel>(Kernel{group.comm, group.parts});
@@ -238,6 +244,11 @@ void FakeNccl::ReleaseAborts() {
   state_->aborts_released = true;
   state_->changed.notify_all();
   state_->changed.wait(lock, [this] { return state_->num_hung_aborts == 0; });
+}
+
+void FakeNccl::HangQueries() {
+  const State::Lock lock(state_->mutex);
+  state_->queries_hang = true;
 }
 
 std::string FakeNccl::misuses() const {
@@ -559,7 +570,8 @@ absl::Status FakeNccl::EventRecord(DeviceEvent event, DeviceStream stream) {
 }
 
 absl::StatusOr<bool> FakeNccl::EventQuery(DeviceEvent event) {
-  const State::Lock lock(state_->mutex);
+  State::Lock lock(state_->mutex);
+  state_->changed.wait(lock, [this] { return !state_->queries_hang || state_->num_aborts > 0; });
   const auto* const found = static_cast<const FakeEvent*>(event);
   return found->num_reached == found->num_recorded;
 }

@@ -32,7 +32,9 @@ class FakeNccl : public NcclFunctions {
     bool operations_hang = false;         // they are never over on the device
     bool enqueue_never_ends = false;      // GroupEnd stays in progress
     Result async_error = Result::kSuccess;
-    bool abort_hangs = false;  // until ReleaseAborts
+    bool call_hangs = false;           // GroupEnd does not return before the abort
+    bool call_survives_abort = false;  // nor then, until ReleaseAborts
+    bool abort_hangs = false;          // until ReleaseAborts
     bool finalize_never_ends = false;
   };
 
@@ -50,8 +52,10 @@ class FakeNccl : public NcclFunctions {
   void SetFaults(int32_t rank, const Faults& faults);
   // With LaunchKernel: after an aborted communicator's stream is done.
   void FreeAborted();
-  // Ends hung aborts; returns when all have ended.
+  // Ends hung aborts and calls; returns when all aborts have ended.
   void ReleaseAborts();
+  // EventQuery does not return before an abort.
+  void HangQueries();
 
   std::string misuses() const;
   int64_t num_live_comms() const;
@@ -96,6 +100,11 @@ class FakeNccl : public NcclFunctions {
   bool IsDeviceStream(const Stream& stream) const override;
   absl::Status RecordOnCaller(Stream& stream, DeviceEvent event, const Event& recorded,
                               std::shared_ptr<const void> event_owner) override;
+  // Host streams wait for the host.
+  std::shared_ptr<const DevicePoint> MakePoint(
+      int32_t /*device_index*/, const std::shared_ptr<void>& /*event*/) const override {
+    return nullptr;
+  }
 
  private:
   struct State;

@@ -376,6 +376,47 @@ TEST_F(NcclCommunicatorTest, WhatNeverEndsHasADeadline) {
   }
 }
 
+// The thread that issues is no clock while it is inside a call.
+TEST_F(NcclCommunicatorTest, ACallThatDoesNotReturnHasADeadline) {
+  group_.operation_timeout = absl::Milliseconds(30);
+  group_.abort_timeout = absl::Seconds(5);
+  for (const bool is_query : {false, true}) {
+    group_.nccl = std::make_shared<FakeNccl>();
+    auto ranks = group_.Connect(1);
+    FakeNccl::Faults faults;
+    faults.call_hangs = !is_query;
+    group_.nccl->SetFaults(0, faults);
+    if (is_query) group_.nccl->HangQueries();
+    const absl::Status status = Exchange(ranks)[0];
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+    EXPECT_THAT(std::string(status.message()),
+                ::testing::HasSubstr("it is in a call of NCCL or the device since"));
+    EXPECT_EQ(group_.nccl->num_aborts(), 1);
+    EXPECT_EQ(group_.num_stuck, 0) << "the abort ended it";
+    ranks.clear();
+    EXPECT_EQ(group_.nccl->num_live_comms(), 0);
+    EXPECT_EQ(group_.nccl->num_live_streams(), 0);
+    EXPECT_EQ(group_.nccl->num_live_events(), 0);
+    ++group_.epoch;
+  }
+}
+
+TEST_F(NcclCommunicatorTest, ACallThatTheAbortDoesNotEndIsTold) {
+  group_.operation_timeout = absl::Milliseconds(30);
+  group_.abort_timeout = absl::Milliseconds(50);
+  auto ranks = group_.Connect(1);
+  FakeNccl::Faults faults;
+  faults.call_hangs = true;
+  faults.call_survives_abort = true;
+  group_.nccl->SetFaults(0, faults);
+  const absl::Status status = Exchange(ranks)[0];
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  EXPECT_EQ(group_.num_stuck, 1);
+  EXPECT_EQ(group_.nccl->num_aborts(), 1);
+  group_.nccl->ReleaseAborts();
+  ranks.clear();
+}
+
 // Pending operations must not end, nor Abort return, while the device may write into buffers.
 TEST_F(NcclCommunicatorTest, AbortThatHangsIsToldAfterItsDeadline) {
   group_.abort_timeout = absl::Milliseconds(50);

@@ -4,7 +4,6 @@
 #include <memory>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/time/clock.h"
@@ -12,13 +11,11 @@
 #include "gtest/gtest.h"
 #include "kernels/cuda/cuda_allocator.h"
 #include "kernels/cuda/cuda_stream.h"
-#include "server/comm/in_memory_rendezvous_store.h"
-#include "server/comm/in_process_communicator.h"
-#include "server/comm/nccl_communicator.h"
 #include "tests/conformance/communicator_conformance.h"
 #include "tests/integration/process.h"
 #include "tests/kernels/cuda/emulated_cuda_runtime.h"
 #include "tests/server/comm/fake_nccl_on_cuda.h"
+#include "tests/server/comm/nccl_group.h"
 
 namespace expertmesh {
 namespace {
@@ -47,38 +44,11 @@ TEST(NcclLibraryTest, SaysWhereItLooked) {
   EXPECT_THAT(std::string(lacking.message()), ::testing::EndsWith(partial + " lacks ncclRecv"));
 }
 
-std::vector<std::unique_ptr<Communicator>> NewGroup(int32_t ep_size,
-                                                    const std::shared_ptr<NcclFunctions>& nccl) {
-  InMemoryRendezvousStore store;
-  auto controls = NewInProcessCommunicators(ep_size);
-  std::vector<std::unique_ptr<Communicator>> communicators(ep_size);
-  std::vector<std::thread> threads;
-  for (int32_t rank = 0; rank < ep_size; ++rank) {
-    threads.emplace_back([&, rank] {
-      NcclCommunicatorParams params;
-      params.ep_rank = rank;
-      params.ep_size = ep_size;
-      params.functions = nccl;
-      params.control = std::move(controls[rank]);
-      params.store = &store;
-      params.deadline = absl::Now() + absl::Seconds(60);
-      params.operation_timeout = absl::Seconds(60);
-      params.abort_timeout = absl::Seconds(60);
-      params.on_stuck_abort = [](const absl::Status& status) { ADD_FAILURE() << status; };
-      auto made = NewNcclCommunicator(std::move(params));
-      EXPECT_TRUE(made.ok()) << made.status();
-      communicators[rank] = *std::move(made);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  return communicators;
-}
-
 INSTANTIATE_TEST_SUITE_P(
     NcclOnCuda, CommunicatorConformance,
     ::testing::ValuesIn(CommunicatorConformanceParams(
         "nccl_cuda",
-        [](int32_t ep_size) { return NewGroup(ep_size, std::make_shared<FakeNcclOnCuda>()); },
+        [](int32_t ep_size) { return NewNcclGroup(ep_size, std::make_shared<FakeNcclOnCuda>()); },
         {CommunicatorDrive::kThreadedStreams},
         []() -> std::unique_ptr<Stream> { return CudaStreamPool(0).NewStream(); })),
     [](const auto& test) { return test.param.name; });
@@ -91,7 +61,7 @@ INSTANTIATE_TEST_SUITE_P(NcclOverSockets, CommunicatorConformance,
                                auto nccl =
                                    OpenNcclLibrary(SiblingBinary("libnccl_over_sockets.so"));
                                EXPECT_TRUE(nccl.ok()) << nccl.status();
-                               return NewGroup(ep_size, *nccl);
+                               return NewNcclGroup(ep_size, *nccl);
                              },
                              {CommunicatorDrive::kThreadedStreams},
                              []() -> std::unique_ptr<Stream> {
@@ -124,7 +94,7 @@ TEST(NcclOnCudaTest, MovesDeviceMemoryInTheStreamsOrder) {
     std::mt19937_64 random(seed);
     constexpr int32_t kRanks = 3;
     const auto nccl = std::make_shared<FakeNcclOnCuda>();
-    auto ranks = NewGroup(kRanks, nccl);
+    auto ranks = NewNcclGroup(kRanks, nccl);
     std::vector<std::vector<int64_t>> counts(kRanks, std::vector<int64_t>(kRanks));
     for (auto& row : counts) {
       for (int64_t& count : row) count = random() % 3 == 0 ? 0 : 1 + random() % 3000;
@@ -181,7 +151,7 @@ TEST(NcclOnCudaTest, MovesDeviceMemoryInTheStreamsOrder) {
 TEST(NcclOnCudaTest, ALostDeviceFailsTheGroup) {
   ResetEmulatedCuda();
   const auto nccl = std::make_shared<FakeNcclOnCuda>();
-  auto ranks = NewGroup(2, nccl);
+  auto ranks = NewNcclGroup(2, nccl);
   const std::vector<int64_t> counts = {16, 16};
   std::vector<std::vector<std::byte>> buffers(4, std::vector<std::byte>(32));
   std::vector<std::unique_ptr<CudaStream>> streams;
