@@ -17,12 +17,12 @@ std::string NamesOf(absl::Span<const ServedModel> models) {
 }
 
 absl::StatusOr<std::vector<ServedModel>> OpenCheckpoints(
-    absl::Span<const std::pair<std::string, std::string>> folders,
-    const std::string& architecture) {
+    absl::Span<const std::pair<std::string, std::string>> folders, const std::string& architecture,
+    Fp8Weights fp8_weights) {
   std::vector<ServedModel> models;
   for (const auto& [name, folder] : folders) {
-    absl::StatusOr<std::unique_ptr<CheckpointWeightSource>> source =
-        CheckpointWeightSource::Open(folder, {.model_name = name, .architecture = architecture});
+    absl::StatusOr<std::unique_ptr<CheckpointWeightSource>> source = CheckpointWeightSource::Open(
+        folder, {.model_name = name, .architecture = architecture, .fp8_weights = fp8_weights});
     if (!source.ok()) return source.status();
     ServedModel model;
     model.spec = (*source)->model();

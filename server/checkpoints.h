@@ -22,7 +22,8 @@ struct ServedModel {
 // By ascending name. `folders` are pairs of a name (empty: the folder's own) and a folder;
 // `architecture` (may be empty) reads them as that one. Blocking. Errors are for the user.
 absl::StatusOr<std::vector<ServedModel>> OpenCheckpoints(
-    absl::Span<const std::pair<std::string, std::string>> folders, const std::string& architecture);
+    absl::Span<const std::pair<std::string, std::string>> folders, const std::string& architecture,
+    Fp8Weights fp8_weights);
 
 // "a, b"
 std::string NamesOf(absl::Span<const ServedModel> models);

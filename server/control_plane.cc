@@ -388,8 +388,8 @@ ControlPlane::ControlPlane(ControlPlaneOptions options)
 ControlPlane::~ControlPlane() = default;
 
 absl::Status ControlPlane::Start() {
-  absl::StatusOr<std::vector<ServedModel>> models =
-      OpenCheckpoints(impl_->options.models, impl_->options.architecture);
+  absl::StatusOr<std::vector<ServedModel>> models = OpenCheckpoints(
+      impl_->options.models, impl_->options.architecture, impl_->options.fp8_weights);
   if (!models.ok()) return models.status();
   impl_->models = *std::move(models);
   if (absl::Status status = impl_->MakeGroup(); !status.ok()) return status;

@@ -12,6 +12,7 @@
 #include "server/cluster/local_expert_group.h"
 #include "server/cluster/remote_expert_group.h"
 #include "server/control/step_controller.h"
+#include "server/model/checkpoint_weight_source.h"
 #include "server/rpc/forward_stream_set.h"
 #include "server/rpc/grpc_server.h"
 #include "server/rpc/tls_files.h"
@@ -20,10 +21,11 @@ namespace expertmesh {
 
 struct ControlPlaneOptions {
   std::vector<std::pair<std::string, std::string>> models;  // name (empty: the folder's), folder
-  std::string architecture;         // reads them as this one; empty: as config.json says
-  std::string metrics_listen;       // empty: none
-  size_t metrics_top_experts = 32;  // of each model; the others share a series
-  std::string port_file;            // gets the gRPC port's number; empty: none
+  std::string architecture;  // reads them as this one; empty: as config.json says
+  Fp8Weights fp8_weights = Fp8Weights::kDequantize;  // of `group`
+  std::string metrics_listen;                        // empty: none
+  size_t metrics_top_experts = 32;                   // of each model; the others share a series
+  std::string port_file;                             // gets the gRPC port's number; empty: none
   absl::Duration drain_timeout = absl::Seconds(30);
   absl::Duration drain_delay = absl::ZeroDuration();
   bool allow_dispatch_option = false;

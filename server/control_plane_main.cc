@@ -105,6 +105,10 @@ ABSL_FLAG(int, threads, 0, "Threads of all ranks together; 0: one for each core.
 ABSL_FLAG(std::string, isa, "auto", "CPU kernels: auto, portable, avx2, avx512_bf16.");
 ABSL_FLAG(std::string, device, "cpu",
           "What --local_ranks compute on: cpu, or cuda:N for the N-th GPU that this process sees.");
+ABSL_FLAG(std::string, fp8_weights, "auto",
+          "Experts in float8_e4m3 with 128 x 128 block scales: native (kept as they are, rows are "
+          "quantized as well; GPUs alone), dequantize (to bfloat16, which takes twice the memory), "
+          "or auto: native on a GPU where it can be, else dequantize.");
 ABSL_FLAG(std::string, dispatch, "auto",
           "How rows get to their experts: auto, passthrough (one rank), all_to_all, "
           "all_to_all_fixed_capacity, allgather_reducescatter, allgather_reducescatter_monolithic, "
@@ -181,6 +185,8 @@ absl::Status CheckCombination(const std::vector<std::string>& given) {
        {"isa", has_local_ranks,
         "with --ep_size all ranks are other processes, which have an --isa of their own"},
        {"isa", has_cpu_ranks, "it is for --device=cpu"},
+       {"fp8_weights", has_local_ranks,
+        "with --ep_size all ranks are other processes, which have a --fp8_weights of their own"},
        {"lanes", !has_local_ranks, kForProcesses},
        {"heartbeat_timeout", !has_local_ranks, kForProcesses},
        {"rank_port_file", !has_local_ranks, kForProcesses},
@@ -262,6 +268,10 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags(const std::vector<std::string>& gi
   options.group.num_ranks = absl::GetFlag(FLAGS_local_ranks);
   options.group.num_threads = absl::GetFlag(FLAGS_threads);
   options.group.isa = *isa;
+  absl::StatusOr<Fp8Weights> fp8_weights = ParseFp8WeightsFlag(
+      absl::GetFlag(FLAGS_fp8_weights), /*on_gpu=*/absl::GetFlag(FLAGS_device) != "cpu");
+  if (!fp8_weights.ok()) return fp8_weights.status();
+  options.fp8_weights = *fp8_weights;
   absl::StatusOr<DispatchMode> dispatch = ParseDispatchFlag(
       absl::GetFlag(FLAGS_dispatch),
       options.ranks.ep_size > 0 ? options.ranks.ep_size : options.group.num_ranks);

@@ -120,6 +120,7 @@ absl::StatusOr<int64_t> ExpertServer::Impl::Plan(const std::vector<ServedModel>&
     ModelManifest& manifest = rank_options.models.emplace_back();
     manifest.model = model.spec.name;
     manifest.fingerprint = model.spec.fingerprint;
+    manifest.weight_dtype = model.spec.weight_dtype;
     rank_options.hidden_sizes[model.spec.name] = model.spec.hidden_size;
     for (const LayerSpec& layer : model.spec.layers) {
       absl::StatusOr<Placement> placement =
@@ -193,7 +194,7 @@ absl::Status ExpertServer::Impl::LoadExperts(const std::vector<ServedModel>& mod
 absl::Status ExpertServer::Load() {
   const ExpertServerOptions& options = impl_->options;
   absl::StatusOr<std::vector<ServedModel>> models =
-      OpenCheckpoints(options.models, options.architecture);
+      OpenCheckpoints(options.models, options.architecture, options.fp8_weights);
   if (!models.ok()) return models.status();
   absl::StatusOr<std::shared_ptr<TlsWatch>> watch = TlsWatch::Start(options.tls, CheckChannelTls);
   if (!watch.ok()) return watch.status();

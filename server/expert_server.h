@@ -12,6 +12,7 @@
 #include "absl/time/time.h"
 #include "kernels/cpu/cpu_kernels.h"
 #include "kernels/cuda/cuda_device.h"
+#include "server/model/checkpoint_weight_source.h"
 #include "server/rpc/tls_files.h"
 
 namespace expertmesh {
@@ -19,6 +20,7 @@ namespace expertmesh {
 struct ExpertServerOptions {
   std::vector<std::pair<std::string, std::string>> models;  // as ControlPlaneOptions
   std::string architecture;
+  Fp8Weights fp8_weights = Fp8Weights::kDequantize;
   int32_t ep_rank = 0;
   int32_t ep_size = 1;
   std::string control_plane;  // host:port of its rank listener

@@ -45,6 +45,10 @@ ABSL_FLAG(int, threads, 0, "Threads of this rank; 0: one for each core.");
 ABSL_FLAG(std::string, isa, "auto", "CPU kernels: auto, portable, avx2, avx512_bf16.");
 ABSL_FLAG(std::string, device, "cpu",
           "What computes: cpu, or cuda:N for the N-th GPU that this process sees.");
+ABSL_FLAG(std::string, fp8_weights, "auto",
+          "Experts in float8_e4m3 with 128 x 128 block scales: native (kept as they are, rows are "
+          "quantized as well; GPUs alone), dequantize (to bfloat16, which takes twice the memory), "
+          "or auto: native on a GPU where it can be, else dequantize.");
 ABSL_FLAG(std::string, nccl_library, "",
           "With --device=cuda:N and several ranks: the file of NCCL's library. Empty: libnccl.so.2 "
           "where the loader finds it, else where deploy/install_deps.sh puts it.");
@@ -115,6 +119,10 @@ absl::StatusOr<ExpertServerOptions> ReadFlags(const std::vector<std::string>& gi
   options.isa = *isa;
   options.nccl_library = absl::GetFlag(FLAGS_nccl_library);
   const bool is_cpu = absl::GetFlag(FLAGS_device) == "cpu";
+  const absl::StatusOr<Fp8Weights> fp8_weights =
+      ParseFp8WeightsFlag(absl::GetFlag(FLAGS_fp8_weights), /*on_gpu=*/!is_cpu);
+  if (!fp8_weights.ok()) return fp8_weights.status();
+  options.fp8_weights = *fp8_weights;
   if (absl::Status status =
           CheckFlagsAreUsed(given, {{"isa", is_cpu, "it is for --device=cpu"},
                                     {"nccl_library", !is_cpu, "it is for GPUs, --device=cuda:N"},

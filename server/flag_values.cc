@@ -41,6 +41,18 @@ absl::StatusOr<std::shared_ptr<CudaDevice>> OpenDeviceFlag(const std::string& va
                       absl::StrCat("--device=", value, ": ", device.status().message()));
 }
 
+absl::StatusOr<Fp8Weights> ParseFp8WeightsFlag(const std::string& value, bool on_gpu) {
+  if (value == "auto") return on_gpu ? Fp8Weights::kNativeIfPossible : Fp8Weights::kDequantize;
+  if (value == "dequantize") return Fp8Weights::kDequantize;
+  if (value != "native") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--fp8_weights is '", value, "'; known: auto, native, dequantize"));
+  }
+  if (on_gpu) return Fp8Weights::kNative;
+  return absl::InvalidArgumentError(
+      "--fp8_weights=native needs --device=cuda:N: kernels of CPUs take no float8_e4m3");
+}
+
 absl::Status CheckPositive(const char* flag, int64_t value) {
   if (value > 0) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("--", flag, " is ", value, "; at least 1"));

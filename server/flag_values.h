@@ -14,6 +14,7 @@
 #include "absl/time/time.h"
 #include "kernels/cpu/cpu_kernels.h"
 #include "kernels/cuda/cuda_device.h"
+#include "server/model/checkpoint_weight_source.h"
 #include "server/ops/command_line.h"
 
 // What the values of flags that several programs have mean. Errors are INVALID_ARGUMENT (NOT_FOUND
@@ -26,6 +27,8 @@ absl::StatusOr<std::optional<CpuIsa>> ParseIsaFlag(const std::string& name);
 // The GPU of "cuda:N", open: FAILED_PRECONDITION "--device=cuda:0: <why>" when it is not to be had.
 // Null for "cpu".
 absl::StatusOr<std::shared_ptr<CudaDevice>> OpenDeviceFlag(const std::string& value);
+// Of --fp8_weights: auto is native on a GPU. `on_gpu`: what --device says.
+absl::StatusOr<Fp8Weights> ParseFp8WeightsFlag(const std::string& value, bool on_gpu);
 absl::Status CheckPositive(const char* flag, int64_t value);
 absl::Status CheckPositive(const char* flag, absl::Duration value);
 absl::Status CheckNotNegative(const char* flag, absl::Duration value);

@@ -61,7 +61,7 @@ constexpr int kMaxConcurrency = 16384;
 bool SameServer(const v1::ServedBy& a, const v1::ServedBy& b) {
   return a.fingerprint() == b.fingerprint() &&
          a.placement_fingerprint() == b.placement_fingerprint() &&
-         a.instruction_set() == b.instruction_set();
+         a.instruction_set() == b.instruction_set() && a.weight_dtype() == b.weight_dtype();
 }
 
 // Takes each Ctrl-C for an event that the main thread learns of, as long as it lives; one such at a

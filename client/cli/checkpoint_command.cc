@@ -21,7 +21,7 @@ ABSL_FLAG(int64_t, intermediate_size, 128, "columns between an expert's two matr
 ABSL_FLAG(int, num_layers, 2, "layers, all of them with experts");
 ABSL_FLAG(int, num_experts, 16, "experts per layer");
 ABSL_FLAG(int, experts_per_token, 4, "the router rule's top-k");
-ABSL_FLAG(std::string, weight_dtype, "bfloat16", "float32, float16 or bfloat16");
+ABSL_FLAG(std::string, weight_dtype, "bfloat16", "float32, float16, bfloat16 or float8_e4m3");
 ABSL_FLAG(uint64_t, weight_seed, 0, "of the weights");
 ABSL_FLAG(int64_t, shard_bytes, 0,
           "write several files of about this size and an index; 0: one file");
@@ -61,9 +61,9 @@ absl::Status Run() {
   options.max_shard_bytes = absl::GetFlag(FLAGS_shard_bytes);
   options.overwrite = absl::GetFlag(FLAGS_overwrite);
   const std::optional<DType> dtype = DTypeFromName(absl::GetFlag(FLAGS_weight_dtype));
-  if (!dtype.has_value() || !IsActivationDType(*dtype)) {
+  if (!dtype.has_value() || (!IsActivationDType(*dtype) && *dtype != DType::kFloat8E4M3)) {
     return FlagError(absl::StrCat("--weight_dtype is '", absl::GetFlag(FLAGS_weight_dtype),
-                                  "'; it takes float32, float16 or bfloat16"));
+                                  "'; it takes float32, float16, bfloat16 or float8_e4m3"));
   }
   options.dtype = *dtype;
   const std::string directory = absl::GetFlag(FLAGS_out);

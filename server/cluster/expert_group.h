@@ -53,6 +53,9 @@ class ExpertGroup {
   virtual uint64_t epoch() const = 0;
   // Of all its ranks' kernels; empty where no rank has said yet. Thread safe.
   virtual std::string instruction_set() const { return ""; }
+  // Of a model's weights, as all its ranks hold them; kInvalid where no rank
+  // has said yet. Thread safe.
+  virtual DType weight_dtype(std::string_view /*model*/) const { return DType::kInvalid; }
   // Placement of one layer's experts; null for a model or layer that it does
   // not hold. Valid as long as the group.
   virtual const Placement *placement(std::string_view model, int32_t layer) const = 0;

@@ -128,6 +128,11 @@ std::string LocalExpertGroup::instruction_set() const {
   return engines_.front()->backend().instruction_set();
 }
 
+DType LocalExpertGroup::weight_dtype(std::string_view model) const {
+  const auto found = weight_dtypes_.find(model);
+  return found == weight_dtypes_.end() ? DType::kInvalid : found->second;
+}
+
 absl::StatusOr<int64_t> LocalExpertGroup::AvailableBytes() const {
   const std::optional<int64_t> on_device = engines_.front()->backend().device_free_bytes();
   if (on_device.has_value()) return *on_device;
@@ -139,6 +144,7 @@ absl::Status LocalExpertGroup::PlaceLayers(absl::Span<const WeightSource* const>
     const ModelSpec& model = source->model();
     std::map<int32_t, Placement>& layers = placements_[model.name];
     hidden_sizes_[model.name] = model.hidden_size;
+    weight_dtypes_[model.name] = model.weight_dtype;
     for (const LayerSpec& layer : model.layers) {
       if (layers.count(layer.index) > 0) continue;
       absl::StatusOr<Placement> placement = options_.place(model, layer, ep_size());

@@ -98,6 +98,8 @@ class LocalExpertGroup : public ExpertGroup {
   const std::vector<int64_t>& weight_bytes() const { return weight_bytes_; }
 
   std::string instruction_set() const override;
+  // To be asked once there is an epoch.
+  DType weight_dtype(std::string_view model) const override;
   std::string device_name() const { return engines_.front()->backend().device_name(); }
   int threads_per_rank() const { return threads_per_rank_; }
 
@@ -127,6 +129,7 @@ class LocalExpertGroup : public ExpertGroup {
   std::atomic<uint64_t> epoch_{0};
   std::map<std::string, std::map<int32_t, Placement>, std::less<>> placements_;
   std::map<std::string, int64_t, std::less<>> hidden_sizes_;
+  std::map<std::string, DType, std::less<>> weight_dtypes_;
   std::unique_ptr<DirectStep> direct_;
   std::vector<std::unique_ptr<RankEngine>> engines_;
   std::vector<std::unique_ptr<RankClient>> clients_;

@@ -91,6 +91,24 @@ absl::Status Membership::CheckInstructionSet(const RankOffer& offer) const {
   return absl::OkStatus();
 }
 
+absl::Status Membership::CheckWeightDTypes(const RankOffer& offer) const {
+  for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
+    if (rank == offer.ep_rank || !members_[rank].has_value()) continue;
+    for (const ModelManifest& model : offer.models) {
+      const DType other = members_[rank]->view.weight_dtypes.at(model.model);
+      if (other == model.weight_dtype) continue;
+      return WrongModel(
+          offer.ep_rank,
+          absl::StrCat("holds the experts of model ", model.model, " as ",
+                       std::string(DTypeName(model.weight_dtype)), ", rank ", rank, " as ",
+                       std::string(DTypeName(other)),
+                       ": a token's bytes would depend on its experts' ranks; start all ranks of "
+                       "the group with the same --fp8_weights"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 std::string Membership::WhoHasWhat(const RankOffer& offer) const {
   const auto names = [](const auto& models, auto name_of) {
     std::string text;
@@ -153,6 +171,7 @@ absl::StatusOr<uint64_t> Membership::TakeMember(const RankOffer& offer) {
                      absl::StrCat("rank ", offer.ep_rank, " is taken by ", place->view.address));
   }
   if (absl::Status status = CheckInstructionSet(offer); !status.ok()) return status;
+  if (absl::Status status = CheckWeightDTypes(offer); !status.ok()) return status;
   if (place.has_value()) {
     Remove(offer.ep_rank, absl::UnavailableError("the rank joins again"));
   }
@@ -167,6 +186,7 @@ absl::StatusOr<uint64_t> Membership::TakeMember(const RankOffer& offer) {
   member.view.memory_limit_bytes = offer.memory_limit_bytes;
   member.view.load_progress = 1;
   for (const ModelManifest& model : offer.models) {
+    member.view.weight_dtypes[model.model] = model.weight_dtype;
     for (const LayerManifest& layer : model.layers) {
       member.view.num_experts += static_cast<int64_t>(layer.expert_ids.size());
     }

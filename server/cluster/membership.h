@@ -10,13 +10,14 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "kernels/base/dtype.h"
 #include "server/model/placement.h"
 #include "server/ops/clock.h"
 
 namespace expertmesh {
 
 // Raised when a control plane and a rank that differ in it could misunderstand each other.
-inline constexpr int32_t kRankProtocolVersion = 3;
+inline constexpr int32_t kRankProtocolVersion = 4;
 
 struct LayerManifest {
   int32_t layer = 0;  // the checkpoint's own index
@@ -28,6 +29,7 @@ struct ModelManifest {
   std::string model;
   std::string fingerprint;
   std::vector<LayerManifest> layers;
+  DType weight_dtype = DType::kInvalid;  // as loaded
 };
 
 // What a rank brings.
@@ -114,9 +116,10 @@ struct MemberView {
   int64_t memory_used_bytes = 0;
   int64_t memory_limit_bytes = 0;
   absl::Duration heartbeat_age;
-  double load_progress = 0;  // 1 for a member
-  std::string why;           // kLost, kLeft, kRefused
-  absl::Duration why_age;    // time since then
+  double load_progress = 0;                    // 1 for a member
+  std::map<std::string, DType> weight_dtypes;  // by model, as loaded; of a member
+  std::string why;                             // kLost, kLeft, kRefused
+  absl::Duration why_age;                      // time since then
 };
 
 // Who is in the group, and its epochs: pure state, no threads, no I/O. Every function may leave
@@ -128,14 +131,14 @@ struct MemberView {
 // one forms when every survivor has said that it dropped it (or was lost too). A member lost its
 // place when its stream broke or its heartbeat is late; it may join again at any time.
 //
-// All members have one instruction set, that of the first: kernels of another round otherwise, and
-// bytes must not depend on which rank computed a row.
+// All members have one instruction set, and one type for each model's weights, those of the first:
+// kernels of another round otherwise, and bytes must not depend on which rank computed a row.
 class Membership {
  public:
   Membership(MembershipOptions options, const Clock* clock);
 
   // Gives the new member's id. Refused, changing nothing: PROTOCOL_MISMATCH, WRONG_EP_SIZE,
-  // INVALID_FIELD (ep_rank), WRONG_MODEL (models, fingerprints, experts), RANK_TAKEN,
+  // INVALID_FIELD (ep_rank), WRONG_MODEL (models, fingerprints, experts, weight types), RANK_TAKEN,
   // WRONG_INSTRUCTION_SET.
   absl::StatusOr<uint64_t> Join(const RankOffer& offer);
   // The member's stream has come: it stands by. STALE_INCARNATION, STALE_EPOCH (no member, or it
@@ -192,6 +195,7 @@ class Membership {
 
   absl::Status CheckPlace(int32_t ep_rank, int32_t ep_size) const;
   absl::Status CheckInstructionSet(const RankOffer& offer) const;
+  absl::Status CheckWeightDTypes(const RankOffer& offer) const;
   absl::Status CheckOffer(const RankOffer& offer) const;
   absl::StatusOr<uint64_t> TakeMember(const RankOffer& offer);
   // For who has to find out why names differ.

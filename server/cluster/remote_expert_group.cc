@@ -182,7 +182,9 @@ void RemoteExpertGroup::Act(std::unique_lock<std::mutex>& lock) {
     }
     if (epoch != 0) {
       usage_.BeginEpoch(clock_->Now());
-      TakeInstructionSet(membership_.View().front().instruction_set);
+      const MemberView first = membership_.View().front();
+      TakeInstructionSet(first.instruction_set);
+      weight_dtypes_ = {first.weight_dtypes.begin(), first.weight_dtypes.end()};
       LogInfo("an epoch stands",
               {{"epoch", epoch}, {"ranks", options_.ep_size}, {"isa", instruction_set_}});
     }
@@ -270,6 +272,12 @@ void RemoteExpertGroup::NoteRefusal(int32_t ep_rank, const absl::Status& status)
 std::string RemoteExpertGroup::instruction_set() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return instruction_set_;
+}
+
+DType RemoteExpertGroup::weight_dtype(std::string_view model) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = weight_dtypes_.find(model);
+  return found == weight_dtypes_.end() ? DType::kInvalid : found->second;
 }
 
 void RemoteExpertGroup::TakeInstructionSet(const std::string& instruction_set) {

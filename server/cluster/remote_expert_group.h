@@ -66,6 +66,7 @@ class RemoteExpertGroup : public ExpertGroup {
   const Placement* placement(std::string_view model, int32_t layer) const override;
   // Of the standing epoch, or the last one.
   std::string instruction_set() const override;
+  DType weight_dtype(std::string_view model) const override;
   Allocator* request_allocator() override { return options_.allocator.get(); }
   const std::shared_ptr<Allocator>& allocator() const { return options_.allocator; }
 
@@ -138,6 +139,7 @@ class RemoteExpertGroup : public ExpertGroup {
   std::condition_variable clock_cv_;
   Membership membership_;
   std::string instruction_set_;  // of direct_ as well, where this machine has it
+  std::map<std::string, DType, std::less<>> weight_dtypes_;  // of the last epoch's ranks
   std::shared_ptr<DirectStep> direct_;
   std::vector<std::shared_ptr<RemoteRank>> ranks_;  // [ep_size], null: no stream
   std::vector<uint64_t> stream_members_;            // [ep_size] whose stream that is

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "server/model/fp8_blocks.h"
 
 namespace expertmesh {
 
@@ -73,54 +74,86 @@ absl::Status CheckpointPlanner::PlanShared(const LayerSpec& layer) {
   absl::StatusOr<LoadedSharedExperts> loaded = source_->LoadSharedExperts(layer.index);
   if (!loaded.ok()) return loaded.status();
   const auto shared = std::make_shared<const LoadedSharedExperts>(*std::move(loaded));
-  const int64_t matrix_bytes = size * hidden * element_bytes_;
   // The synthetic source's matrices are contiguous, up right behind gate.
-  const auto append = [shared, matrix_bytes](const void* data, int64_t num_matrices) {
-    return [shared, data, size_bytes = num_matrices * matrix_bytes](SafetensorsWriter& writer) {
-      return writer.Append(absl::MakeConstSpan(static_cast<const std::byte*>(data), size_bytes));
-    };
+  const auto load = [shared](const WeightMatrix& matrix) {
+    return [shared, data = static_cast<const std::byte*>(matrix.data)] { return data; };
   };
   const ExpertWeights& weights = shared->weights;
   if (!names_.shared_gate_up.empty()) {
-    Add(names_.shared_gate_up, dtype_, {2 * size, hidden}, append(weights.gate.data, 2));
+    AddMatrix(names_.shared_gate_up, 2 * size, hidden, load(weights.gate));
   } else {
-    Add(names_.shared_gate, dtype_, {size, hidden}, append(weights.gate.data, 1));
-    Add(names_.shared_up, dtype_, {size, hidden}, append(weights.up.data, 1));
+    AddMatrix(names_.shared_gate, size, hidden, load(weights.gate));
+    AddMatrix(names_.shared_up, size, hidden, load(weights.up));
   }
-  Add(names_.shared_down, dtype_, {hidden, size}, append(weights.down.data, 1));
+  AddMatrix(names_.shared_down, hidden, size, load(weights.down));
   if (layer.shared_gated) {
     AddFloats(names_.shared_expert_gate, dtype_, {1, hidden}, shared->gate);
   }
   return absl::OkStatus();
 }
 
+void CheckpointPlanner::AddMatrix(const std::string& name, int64_t rows, int64_t cols,
+                                  LoadMatrix load, std::function<void()> done) {
+  if (!config_.fp8_blocks) {
+    Add(name, dtype_, {rows, cols},
+        [load = std::move(load), done = std::move(done),
+         size_bytes = rows * cols * element_bytes_](SafetensorsWriter& writer) {
+          const absl::StatusOr<const std::byte*> data = load();
+          if (!data.ok()) return data.status();
+          const absl::Status status = writer.Append(absl::MakeConstSpan(*data, size_bytes));
+          done();
+          return status;
+        });
+    return;
+  }
+  const auto quantize = [load = std::move(load), rows, cols, dtype = dtype_,
+                         block = config_.fp8_block_rows]() -> absl::StatusOr<QuantizedFp8Blocks> {
+    const absl::StatusOr<const std::byte*> data = load();
+    if (!data.ok()) return data.status();
+    return QuantizeFp8Blocks(*data, dtype, rows, cols, block);
+  };
+  Add(name, DType::kFloat8E4M3, {rows, cols}, [quantize](SafetensorsWriter& writer) {
+    const absl::StatusOr<QuantizedFp8Blocks> quantized = quantize();
+    return quantized.ok() ? writer.Append(quantized->values) : quantized.status();
+  });
+  const auto num_blocks = [block = config_.fp8_block_rows](int64_t size) {
+    return (size + block - 1) / block;
+  };
+  Add(absl::StrCat(name, "_scale_inv"), DType::kFloat32, {num_blocks(rows), num_blocks(cols)},
+      [quantize, done = std::move(done)](SafetensorsWriter& writer) {
+        const absl::StatusOr<QuantizedFp8Blocks> quantized = quantize();
+        if (!quantized.ok()) return quantized.status();
+        done();
+        return writer.Append(
+            absl::MakeConstSpan(reinterpret_cast<const std::byte*>(quantized->scales.data()),
+                                quantized->scales.size() * sizeof(float)));
+      });
+}
+
 void CheckpointPlanner::PlanPerExpert(const LayerSpec& layer) {
   const int64_t hidden = config_.spec.hidden_size;
   const int64_t intermediate = layer.intermediate_size;
-  const int64_t matrix_bytes = hidden * intermediate * element_bytes_;
   for (int32_t expert = 0; expert < layer.num_experts; ++expert) {
-    // One expert for its three tensors, which are written one after the other.
+    // One expert for its tensors, which are written one after the other.
     auto cache = std::make_shared<LoadedExpert>();
-    const auto write = [this, cache, layer_index = layer.index, expert, matrix_bytes](
-                           WeightMatrix ExpertWeights::*matrix, bool is_last) {
-      return [=, this](SafetensorsWriter& writer) -> absl::Status {
+    const auto load = [this, cache, layer_index = layer.index,
+                       expert](WeightMatrix ExpertWeights::*matrix) {
+      return [=, this]() -> absl::StatusOr<const std::byte*> {
         if (cache->owner == nullptr) {
           absl::StatusOr<LoadedExpert> loaded = source_->LoadExpert(layer_index, expert);
           if (!loaded.ok()) return loaded.status();
           *cache = *std::move(loaded);
         }
-        const auto* data = static_cast<const std::byte*>((cache->weights.*matrix).data);
-        absl::Status status = writer.Append(absl::MakeConstSpan(data, matrix_bytes));
-        if (is_last) *cache = LoadedExpert{};
-        return status;
+        return static_cast<const std::byte*>((cache->weights.*matrix).data);
       };
     };
     const auto name = [expert](absl::string_view pattern) {
       return absl::StrReplaceAll(pattern, {{"{expert}", absl::StrCat(expert)}});
     };
-    Add(name(names_.gate), dtype_, {intermediate, hidden}, write(&ExpertWeights::gate, false));
-    Add(name(names_.up), dtype_, {intermediate, hidden}, write(&ExpertWeights::up, false));
-    Add(name(names_.down), dtype_, {hidden, intermediate}, write(&ExpertWeights::down, true));
+    AddMatrix(name(names_.gate), intermediate, hidden, load(&ExpertWeights::gate));
+    AddMatrix(name(names_.up), intermediate, hidden, load(&ExpertWeights::up));
+    AddMatrix(name(names_.down), hidden, intermediate, load(&ExpertWeights::down),
+              [cache] { *cache = LoadedExpert{}; });
   }
 }
 

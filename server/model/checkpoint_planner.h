@@ -34,6 +34,7 @@ class CheckpointPlanner {
 
  private:
   using Shape = std::vector<int64_t>;
+  using LoadMatrix = std::function<absl::StatusOr<const std::byte*>()>;
   using WriteExpert = std::function<absl::Status(const ExpertWeights&, SafetensorsWriter&)>;
 
   void Add(absl::string_view name, DType dtype, Shape shape,
@@ -41,6 +42,11 @@ class CheckpointPlanner {
   // A small tensor: its values are exact in `dtype`.
   void AddFloats(absl::string_view name, DType dtype, Shape shape,
                  const std::vector<float>& values);
+  // A matrix of experts, contiguous in the source's type, with its scales where they are to be
+  // float8. `done` is called once it is written.
+  void AddMatrix(
+      const std::string& name, int64_t rows, int64_t cols, LoadMatrix load,
+      std::function<void()> done = [] {});
   // A fused tensor: `write` appends one expert's part of it.
   void AddFused(const LayerSpec& layer, absl::string_view name, Shape shape, WriteExpert write);
 

@@ -104,8 +104,9 @@ absl::Status CheckpointWeightSource::ChooseFp8(Fp8Weights fp8_weights) {
     return absl::OkStatus();
   }
   if (fp8_weights == Fp8Weights::kNativeIfPossible) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      CheckpointIndex::Describe(*fp8), ": its experts cannot stay float8_e4m3, for ", why));
+  return absl::InvalidArgumentError(absl::StrCat(CheckpointIndex::Describe(*fp8),
+                                                 ": its experts cannot stay float8_e4m3, for ", why,
+                                                 "; --fp8_weights=auto makes them bfloat16"));
 }
 
 absl::Status CheckpointWeightSource::SetFingerprint() {

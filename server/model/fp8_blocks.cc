@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 
 #include "kernels/base/dtype.h"
 
@@ -28,6 +29,34 @@ void DequantizeFp8Blocks(const Fp8BlockMatrix& matrix, uint16_t* out) {
       }
     }
   }
+}
+
+QuantizedFp8Blocks QuantizeFp8Blocks(const void* values, DType dtype, int64_t rows, int64_t cols,
+                                     int64_t block) {
+  constexpr float kMax = 448.0f;
+  QuantizedFp8Blocks quantized;
+  quantized.values.resize(rows * cols);
+  for (int64_t row_begin = 0; row_begin < rows; row_begin += block) {
+    const int64_t row_end = std::min(rows, row_begin + block);
+    for (int64_t col_begin = 0; col_begin < cols; col_begin += block) {
+      const int64_t col_end = std::min(cols, col_begin + block);
+      float max = 0.0f;
+      for (int64_t row = row_begin; row < row_end; ++row) {
+        for (int64_t col = col_begin; col < col_end; ++col) {
+          max = std::max(max, std::abs(LoadFloat(values, dtype, row * cols + col)));
+        }
+      }
+      const float scale = max > 0.0f ? max / kMax : 1.0f;
+      quantized.scales.push_back(scale);
+      for (int64_t row = row_begin; row < row_end; ++row) {
+        for (int64_t col = col_begin; col < col_end; ++col) {
+          const float value = LoadFloat(values, dtype, row * cols + col);
+          quantized.values[row * cols + col] = std::byte{FloatToFloat8E4M3(value / scale)};
+        }
+      }
+    }
+  }
+  return quantized;
 }
 
 }  // namespace expertmesh

@@ -3,8 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "absl/types/span.h"
+#include "kernels/base/dtype.h"
 
 namespace expertmesh {
 
@@ -21,6 +23,16 @@ struct Fp8BlockMatrix {
 
 // out[rows, cols] in bfloat16: value · scale in float32, rounded once.
 void DequantizeFp8Blocks(const Fp8BlockMatrix& matrix, uint16_t* out);
+
+struct QuantizedFp8Blocks {
+  std::vector<std::byte> values;  // [rows, cols]
+  std::vector<float> scales;      // [ceil(rows / block), ceil(cols / block)]
+};
+
+// The reverse, of float32, float16 or bfloat16 `values` [rows, cols] in square blocks: the largest
+// magnitude of a block becomes 448; a block of zeros has scale 1.
+QuantizedFp8Blocks QuantizeFp8Blocks(const void* values, DType dtype, int64_t rows, int64_t cols,
+                                     int64_t block);
 
 }  // namespace expertmesh
 

@@ -87,12 +87,19 @@ std::vector<Shard> SplitShards(const std::vector<PlannedTensor>& tensors, int64_
 
 absl::StatusOr<ModelConfig> MakeConfig(const SyntheticCheckpointOptions& options,
                                        const std::string& json) {
-  if (!IsActivationDType(options.dtype)) {
-    return absl::InvalidArgumentError(absl::StrCat("dtype is ",
-                                                   std::string(DTypeName(options.dtype)),
-                                                   "; expected float32, float16 or bfloat16"));
+  const bool is_float8 = options.dtype == DType::kFloat8E4M3;
+  if (!is_float8 && !IsActivationDType(options.dtype)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("dtype is ", std::string(DTypeName(options.dtype)),
+                     "; expected float32, float16, bfloat16 or float8_e4m3"));
   }
-  return ParseModelConfig(json);
+  absl::StatusOr<ModelConfig> config = ParseModelConfig(json);
+  if (config.ok() && is_float8 && config->architecture.layout != ExpertLayout::kPerExpert) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("dtype is float8_e4m3; architecture ", config->architecture.name,
+                     " has fused experts, whose block scales are unknown"));
+  }
+  return config;
 }
 
 }  // namespace

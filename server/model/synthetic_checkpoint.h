@@ -19,14 +19,16 @@ struct SyntheticCheckpointOptions {
   int32_t num_experts = 16;
   int32_t topk = 4;
   // Architectures that have shared experts get one of intermediate_size.
-  DType dtype = DType::kBFloat16;  // float32, float16 or bfloat16
+  // float32, float16 or bfloat16; or float8_e4m3, of architectures with a tensor for each expert's
+  // matrix: experts in 128 x 128 blocks, made of bfloat16 ones, the rest in bfloat16.
+  DType dtype = DType::kBFloat16;
   uint64_t seed = 0;
   int64_t max_shard_bytes = 0;  // 0: one file; else files of about this size and an index
   bool overwrite = false;       // else a checkpoint that is there already is ALREADY_EXISTS
 };
 
 struct SyntheticCheckpointSummary {
-  ModelSpec model;  // weights as SyntheticWeightSource(model, seed) makes them
+  ModelSpec model;  // weights as SyntheticWeightSource(model, seed) makes them, before float8
   int64_t num_tensors = 0;
   int64_t num_files = 0;  // safetensors files
   int64_t size_bytes = 0;

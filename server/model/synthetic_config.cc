@@ -54,7 +54,14 @@ absl::StatusOr<std::string> SyntheticConfigJson(const SyntheticCheckpointOptions
   Json root = Json::object();
   root["architectures"] = {found->name};
   root["model_type"] = found->model_type;
-  root["torch_dtype"] = std::string(DTypeName(options.dtype));
+  const bool is_float8 = options.dtype == DType::kFloat8E4M3;
+  root["torch_dtype"] = std::string(DTypeName(is_float8 ? DType::kBFloat16 : options.dtype));
+  if (is_float8) {
+    root["quantization_config"] = {{"quant_method", "fp8"},
+                                   {"fmt", "e4m3"},
+                                   {"activation_scheme", "dynamic"},
+                                   {"weight_block_size", {kFloat8ScaleBlock, kFloat8ScaleBlock}}};
+  }
   if (found->config_section.empty()) {
     root.update(text);
   } else {

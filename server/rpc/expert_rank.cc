@@ -21,6 +21,7 @@
 #include "server/rpc/rank_channel.h"
 #include "server/rpc/rank_service.h"
 #include "server/rpc/status_mapping.h"
+#include "server/rpc/wire_enums.h"
 
 namespace expertmesh {
 namespace {
@@ -120,6 +121,7 @@ v1::JoinRequest ExpertRank::Impl::MakeJoinRequest() const {
     v1::ModelManifest& model = *request.add_models();
     model.set_model(manifest.model);
     model.set_fingerprint(manifest.fingerprint);
+    model.set_weight_dtype(DTypeToWire(manifest.weight_dtype));
     for (const LayerManifest& held : manifest.layers) {
       v1::ExpertManifest& layer = *model.add_layers();
       layer.set_layer(held.layer);

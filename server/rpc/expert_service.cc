@@ -14,6 +14,7 @@
 #include "server/rpc/forward_reactor.h"
 #include "server/rpc/forward_stream_reactor.h"
 #include "server/rpc/status_mapping.h"
+#include "server/rpc/wire_enums.h"
 
 namespace expertmesh {
 namespace {
@@ -120,6 +121,8 @@ class ExpertServiceImpl final : public RawForward {
       response->set_incarnation(backend->group->incarnation());
       response->set_epoch(backend->group->epoch());
       response->set_instruction_set(backend->group->instruction_set());
+      const DType weight_dtype = backend->group->weight_dtype(found->model());
+      if (weight_dtype != DType::kInvalid) response->set_weight_dtype(DTypeToWire(weight_dtype));
     }
     response->set_ready(Ready());
     return absl::OkStatus();

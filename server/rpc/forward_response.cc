@@ -15,6 +15,7 @@ void FillServedBy(const ForwardAnswerInfo& info, const ServingBackend& backend,
   served_by->set_epoch(backend.group->epoch());
   served_by->set_ep_size(backend.group->ep_size());
   served_by->set_instruction_set(backend.group->instruction_set());
+  served_by->set_weight_dtype(DTypeToWire(backend.group->weight_dtype(info.model->name)));
   served_by->set_fingerprint(info.model->fingerprint);
   served_by->set_placement_fingerprint(backend.placement_fingerprints.at(info.model));
 }

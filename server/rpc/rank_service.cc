@@ -16,6 +16,7 @@
 #include "server/rpc/rank_stream.h"
 #include "server/rpc/rendezvous_quota.h"
 #include "server/rpc/status_mapping.h"
+#include "server/rpc/wire_enums.h"
 
 namespace expertmesh {
 namespace {
@@ -37,6 +38,7 @@ RankOffer OfferOf(const v1::JoinRequest& request) {
     ModelManifest& manifest = offer.models.emplace_back();
     manifest.model = model.model();
     manifest.fingerprint = model.fingerprint();
+    manifest.weight_dtype = DTypeFromWire(model.weight_dtype());
     for (const v1::ExpertManifest& layer : model.layers()) {
       manifest.layers.push_back({layer.layer(),
                                  layer.num_experts(),

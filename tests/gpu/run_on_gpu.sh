@@ -223,6 +223,8 @@ serve() {
   serve_model small || code=1
   serve_model wide --hidden_size=2048 --intermediate_size=768 --num_experts=128 --experts_per_token=8 --num_layers=1 ||
     code=1
+  serve_model fp8 --architecture=DeepseekV3ForCausalLM --weight_dtype=float8_e4m3 --hidden_size=1024 \
+    --intermediate_size=512 --num_experts=32 --experts_per_token=8 --num_layers=1 || code=1
   return "$code"
 }
 

@@ -286,7 +286,8 @@ TEST(CliUsageTest, WrongFlagsExitWithTwoAndSayWhatIsValid) {
   } cases[] = {
       {{"checkpoint"}, "--out is missing"},
       {{"checkpoint", "--out=/no/such/folder", "--hidden_size=0"}, "hidden_size"},
-      {{"checkpoint", "--out=x", "--weight_dtype=int8"}, "it takes float32, float16 or bfloat16"},
+      {{"checkpoint", "--out=x", "--weight_dtype=int8"},
+       "it takes float32, float16, bfloat16 or float8_e4m3"},
       {{"forward", "--router_logits=l.npy", "--topk_ids=i.npy", "--topk_weights=w.npy"},
        "both say who chooses the experts"},
       {{"forward", "--topk_ids=i.npy"}, "--topk_ids and --topk_weights: give both or none"},

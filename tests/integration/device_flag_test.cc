@@ -20,8 +20,9 @@ struct Program {
 
 class DeviceFlagTest : public testing::TestWithParam<Program> {
  protected:
-  FinishedProcess Run(const std::string& device) {
+  FinishedProcess Run(const std::string& device, const std::vector<std::string>& more_args = {}) {
     std::vector<std::string> args = GetParam().args;
+    args.insert(args.end(), more_args.begin(), more_args.end());
     args.push_back(kCheckpoint);
     args.push_back("--device=" + device);
     // Whatever GPUs the machine has, the program sees none.
@@ -47,6 +48,15 @@ TEST_P(DeviceFlagTest, WhatIsNoDeviceIsRefused) {
     EXPECT_THAT(finished.err, testing::HasSubstr("--device is '" + std::string(device) +
                                                  "'; known: cpu, cuda:0, cuda:1, ..."));
   }
+}
+
+TEST_P(DeviceFlagTest, CpusKeepNoFp8) {
+  const FinishedProcess native = Run("cpu", {"--fp8_weights=native"});
+  EXPECT_EQ(native.exit_code, 2);
+  EXPECT_THAT(native.err, testing::HasSubstr("--fp8_weights=native needs --device=cuda:N"));
+  const FinishedProcess unknown = Run("cpu", {"--fp8_weights=int4"});
+  EXPECT_EQ(unknown.exit_code, 2);
+  EXPECT_THAT(unknown.err, testing::HasSubstr("--fp8_weights is 'int4'; known: auto, native,"));
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -87,6 +97,11 @@ TEST(DeviceOfRemoteRanksTest, IsTheirs) {
        .args = {kCheckpoint, "--ep_size=2", "--rank_listen=127.0.0.1:0", "--device=cuda:0"}});
   EXPECT_EQ(finished.exit_code, 2);
   EXPECT_THAT(finished.err, testing::HasSubstr("--device is of --local_ranks"));
+  const FinishedProcess fp8 = RunToEnd(
+      {.path = SiblingBinary("expertmesh-control-plane"),
+       .args = {kCheckpoint, "--ep_size=2", "--rank_listen=127.0.0.1:0", "--fp8_weights=native"}});
+  EXPECT_EQ(fp8.exit_code, 2);
+  EXPECT_THAT(fp8.err, testing::HasSubstr("--fp8_weights would do nothing: with --ep_size"));
 }
 
 }  // namespace

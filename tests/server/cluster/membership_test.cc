@@ -194,6 +194,30 @@ TEST(MembershipTest, ARankOfAnotherInstructionSetIsRefused) {
   EXPECT_TRUE(membership.Join(offer).ok());
 }
 
+TEST(MembershipTest, ARankThatHoldsWeightsAsAnotherTypeIsRefused) {
+  Group group(3, 6);
+  Membership& membership = group.membership();
+  RankOffer offer = group.Offer(2, 1);
+  offer.models[0].weight_dtype = DType::kFloat8E4M3;
+  ASSERT_TRUE(membership.Join(offer).ok());
+  EXPECT_EQ(membership.View()[2].weight_dtypes.at("m"), DType::kFloat8E4M3);
+  offer = group.Offer(0, 2);
+  offer.models[0].weight_dtype = DType::kBFloat16;
+  const absl::Status status = membership.Join(offer).status();
+  EXPECT_EQ(ReasonOf(status), ErrorReason::kWrongModel) << status;
+  for (const char* text : {"rank 0: holds the experts of model m as bfloat16",
+                           "rank 2 as float8_e4m3", "--fp8_weights"}) {
+    EXPECT_THAT(std::string(status.message()), HasSubstr(text));
+  }
+  // The only member may come back with another one; then that is the group's.
+  offer = group.Offer(2, 1);
+  offer.models[0].weight_dtype = DType::kBFloat16;
+  EXPECT_TRUE(membership.Join(offer).ok());
+  offer = group.Offer(0, 2);
+  offer.models[0].weight_dtype = DType::kBFloat16;
+  EXPECT_TRUE(membership.Join(offer).ok());
+}
+
 TEST(MembershipTest, ViewTellsWhoIsLoadingAndWhyOthersWereLost) {
   Group group(2, 6);
   Membership& membership = group.membership();

@@ -1,5 +1,7 @@
 #include "server/model/synthetic_checkpoint.h"
 
+#include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <string>
 #include <vector>
@@ -122,6 +124,50 @@ TEST(SyntheticCheckpointTest, EveryDTypeRoundTrips) {
     ASSERT_TRUE(expected.ok()) << expected.status();
     ExpectSameWeights(**source, **expected);
   }
+}
+
+// Experts, shared ones too, are the bfloat16 model's, but for the rounding to float8.
+TEST(SyntheticCheckpointTest, Float8HasBlockScales) {
+  ScratchDirectory scratch;
+  SyntheticCheckpointOptions options = SmallOptions("DeepseekV3ForCausalLM");
+  options.hidden_size = 256;
+  options.intermediate_size = 128;
+  options.num_layers = 1;
+  options.dtype = DType::kFloat8E4M3;
+  const auto summary = WriteSyntheticCheckpoint(scratch.path(), options);
+  ASSERT_TRUE(summary.ok()) << summary.status();
+  const auto native =
+      CheckpointWeightSource::Open(scratch.path(), {.fp8_weights = Fp8Weights::kNative});
+  ASSERT_TRUE(native.ok()) << native.status();
+  EXPECT_EQ((*native)->model().weight_dtype, DType::kFloat8E4M3);
+  const auto original = SyntheticWeightSource::Create(summary->model, options.seed);
+  ASSERT_TRUE(original.ok()) << original.status();
+  const auto expect_near = [](const ExpertWeights& actual, const ExpertWeights& expected) {
+    const std::vector<double> values = MatrixValues(expected.gate, DType::kBFloat16, 128, 256);
+    double max_element = 0;
+    for (int64_t row = 0; row < 128; ++row) {
+      for (int64_t col = 0; col < 256; ++col) {
+        const float element = Float8E4M3ToFloat(
+            static_cast<const uint8_t*>(actual.gate.data)[row * actual.gate.row_stride + col]);
+        const double value =
+            static_cast<double>(element) * static_cast<double>(actual.gate_scales[col / 128]);
+        const double exact = values[row * 256 + col];
+        // A rounding to 4 bits, or to a multiple of 2^-9 of the scale.
+        ASSERT_LE(std::abs(value - exact),
+                  std::abs(exact) * 0x1.01p-4 +
+                      static_cast<double>(actual.gate_scales[col / 128]) * 0x1p-10);
+        max_element = std::max(max_element, std::abs(static_cast<double>(element)));
+      }
+    }
+    EXPECT_EQ(max_element, 448);
+  };
+  expect_near((*native)->LoadExpert(0, 1)->weights, (*original)->LoadExpert(0, 1)->weights);
+  expect_near((*native)->LoadSharedExperts(0)->weights, (*original)->LoadSharedExperts(0)->weights);
+
+  options.architecture = "GptOssForCausalLM";
+  options.overwrite = true;
+  EXPECT_THAT(std::string(WriteSyntheticCheckpoint(scratch.path(), options).status().message()),
+              HasSubstr("architecture GptOssForCausalLM has fused experts"));
 }
 
 TEST(SyntheticCheckpointTest, SeedsGiveOtherFingerprints) {
