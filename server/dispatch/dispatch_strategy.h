@@ -28,6 +28,8 @@ struct DispatchContext {
   Communicator* communicator = nullptr;  // may be null for a strategy that needs none
   StepArena* arena = nullptr;            // the stream's device: rows
   StepArena* host_arena = nullptr;       // host: indices and counts
+  // For the rows that Permute gives, on the stream's device; null: `arena`.
+  StepArena* expert_arena = nullptr;
   // The layer's, for kAllGatherReduceScatterMonolithic; may be null for the others.
   const Router* router = nullptr;
   const Placement* placement = nullptr;

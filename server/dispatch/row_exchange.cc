@@ -222,7 +222,9 @@ absl::Status RowExchange::GatherRows(GatherRowsParams params) {
 }
 
 absl::StatusOr<ExpertRows> RowExchange::Permute() {
-  absl::StatusOr<std::byte*> rows = AllocateRows(permutation_.num_rows, activation_bytes_);
+  StepArena* const arena =
+      context_.expert_arena != nullptr ? context_.expert_arena : context_.arena;
+  absl::StatusOr<std::byte*> rows = AllocateRows(*arena, permutation_.num_rows, activation_bytes_);
   if (!rows.ok()) return rows.status();
   GatherRowsParams params;
   params.row_indices = permutation_.source_rows;
@@ -266,13 +268,18 @@ absl::Status RowExchange::Finish(const SourceAddend& addend, std::byte* output) 
 }
 
 absl::StatusOr<std::byte*> RowExchange::AllocateRows(int64_t num_rows, int64_t element_bytes) {
+  return AllocateRows(*context_.arena, num_rows, element_bytes);
+}
+
+absl::StatusOr<std::byte*> RowExchange::AllocateRows(StepArena& arena, int64_t num_rows,
+                                                     int64_t element_bytes) {
   const std::optional<int64_t> size_bytes =
       CheckedSizeProduct({num_rows, context_.hidden_size, element_bytes});
   if (!size_bytes) {
     return absl::ResourceExhaustedError(absl::StrCat(num_rows, " rows of ", context_.hidden_size,
                                                      " elements do not fit any memory"));
   }
-  return context_.arena->Allocate(*size_bytes);
+  return arena.Allocate(*size_bytes);
 }
 
 absl::StatusOr<absl::Span<const int64_t>> RowExchange::RemoteBytes(absl::Span<const int64_t> counts,

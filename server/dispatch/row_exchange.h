@@ -77,6 +77,8 @@ class RowExchange : public DispatchHandle {
   absl::Status GatherRows(GatherRowsParams params);
   CollectiveTag Tag(uint32_t operation) const;
   absl::StatusOr<std::byte*> AllocateRows(int64_t num_rows, int64_t element_bytes);
+  absl::StatusOr<std::byte*> AllocateRows(StepArena& arena, int64_t num_rows,
+                                          int64_t element_bytes);
   // Bytes to or from each rank, none for the rank's own rows.
   absl::StatusOr<absl::Span<const int64_t>> RemoteBytes(absl::Span<const int64_t> counts,
                                                         int64_t num_slots, int64_t element_bytes);

@@ -26,6 +26,7 @@ absl::StatusOr<std::unique_ptr<Router>> LoadRule(const WeightSource& source,
 RankEngine::RankEngine(RankEngineOptions options)
     : options_(std::move(options)),
       device_arenas_(options_.backend->device_allocator().get()),
+      expert_arenas_(options_.backend->device_allocator().get()),
       host_arenas_(options_.backend->host_allocator().get()) {}
 
 RankEngine::~RankEngine() = default;

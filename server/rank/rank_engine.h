@@ -137,6 +137,7 @@ class RankEngine {
 
   const RankEngineOptions options_;
   StepArenaPool device_arenas_;
+  StepArenaPool expert_arenas_;
   StepArenaPool host_arenas_;
   std::map<std::string, std::map<int32_t, Layer>> models_;
   ComputeTurns turns_;

@@ -109,9 +109,10 @@ void RankStep::CloseOrder(int64_t order) {
 absl::Status RankStep::AcquireArenas() {
   RankBackend& backend = engine_.backend();
   device_arena_ = engine_.device_arenas_.Acquire();
-  host_arena_ = backend.device_allocator() == backend.host_allocator()
-                    ? device_arena_
-                    : engine_.host_arenas_.Acquire();
+  const bool is_host = backend.device_allocator() == backend.host_allocator();
+  host_arena_ = is_host ? device_arena_ : engine_.host_arenas_.Acquire();
+  expert_arena_ =
+      is_host || slice_.max_num_tokens == 0 ? device_arena_ : engine_.expert_arenas_.Acquire();
   absl::StatusOr<ShardOutput> output =
       AllocateOutput(backend.host_allocator(), slice_.num_output_rows(), layer_->hidden_size,
                      slice_.header.output_dtype);
@@ -171,6 +172,7 @@ absl::Status RankStep::Begin() {
   context.communicator = engine_.communicator_.get();
   context.arena = device_arena_.get();
   context.host_arena = host_arena_.get();
+  context.expert_arena = expert_arena_.get();
   context.router = layer_->router.get();
   context.placement = &*layer_->placement;
   absl::StatusOr<std::unique_ptr<DispatchHandle>> handle =
@@ -228,7 +230,7 @@ absl::Status RankStep::EnqueueExperts() {
   absl::StatusOr<ExpertRows> rows = handle_->Permute();
   if (!rows.ok()) return rows.status();
   absl::StatusOr<std::byte*> memory =
-      AllocateRows(*device_arena_, rows->num_rows, layer_->hidden_size, DType::kFloat32);
+      AllocateRows(*expert_arena_, rows->num_rows, layer_->hidden_size, DType::kFloat32);
   if (!memory.ok()) return memory.status();
   num_expert_rows_ = rows->format == ActivationFormat::kContiguous
                          ? rows->num_rows
@@ -244,7 +246,7 @@ absl::Status RankStep::EnqueueExperts() {
     params.expert_num_tokens = rows->expert_num_tokens;
     params.max_rows_per_expert = rows->max_rows_per_expert;
     params.output = output;
-    params.arena = device_arena_.get();
+    params.arena = expert_arena_.get();
     absl::Status status = layer_->kernels->GroupedFfn(params, *stream_);
     if (!status.ok()) return status;
   }

@@ -64,6 +64,9 @@ class RankStep {
   const TokenShard shard_;
   const RankEngine::Layer* layer_ = nullptr;
   std::shared_ptr<StepArena> device_arena_;
+  // The rows of the experts and their FFN's. Of a device's fixed-capacity step an arena of its own,
+  // in which steps of one bucket find the same addresses, whatever their routing (CudaGraphCache).
+  std::shared_ptr<StepArena> expert_arena_;
   std::shared_ptr<StepArena> host_arena_;
   std::vector<RowSpan> hidden_states_;  // the shard's rows on the device
   std::unique_ptr<Stream> stream_;

@@ -1,6 +1,8 @@
 // Whether steps launch CUDA graphs: what the emulated device alone tells.
 
 #include <cstddef>
+#include <cstdint>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -36,6 +38,29 @@ TEST_F(CudaRankGraphsTest, StepsOfAFixedCapacityDo) {
   strategy_ = DispatchMode::kAllToAllFixedCapacity;
   MakeRanks(kRanks, OnGpu(6));
   EXPECT_EQ(GraphLaunches(5), (std::vector<int64_t>{0, 0, kRanks, kRanks, kRanks}));
+}
+
+// Neither the routing nor the number of tokens within a bucket moves what a graph has seen.
+TEST_F(CudaRankGraphsTest, StepsOfOneBucketShareThem) {
+  MakeRanks(kRanks, OnGpu(9));
+  std::vector<int64_t> launches;
+  for (const int64_t num_tokens : {16, 9, 13, 15, 10, 12, 16}) {
+    SCOPED_TRACE("step of " + std::to_string(num_tokens));
+    std::mt19937_64 random(static_cast<uint64_t>(num_tokens));
+    routing_ = MakeRandomRouting(random, kTokens, 3, kExperts);
+    // A rank without rows would launch nothing.
+    routing_.topk_ids[0] = 0;
+    routing_.topk_ids[1] = kExperts - 1;
+    routing_.topk_weights[0] = routing_.topk_weights[1] = 0.5f;
+    num_tokens_ = num_tokens;
+    strategy_ = DispatchMode::kAllToAll;
+    const std::vector<std::byte> expected = RunAll();
+    strategy_ = DispatchMode::kAllToAllFixedCapacity;
+    const int64_t before = CountEmulatedCuda().graph_launches;
+    EXPECT_EQ(RunAll(), expected);
+    launches.push_back(CountEmulatedCuda().graph_launches - before);
+  }
+  EXPECT_EQ(launches, (std::vector<int64_t>{0, 0, kRanks, kRanks, kRanks, kRanks, kRanks}));
 }
 
 TEST_F(CudaRankGraphsTest, OthersDoNot) {

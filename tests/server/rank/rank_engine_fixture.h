@@ -79,7 +79,7 @@ class RankEngineFixture : public ::testing::Test {
 
   // The plan of a step over all tokens.
   StepPlan Plan() {
-    const RoutingSegment segment = routing_.Segment(0, kTokens);
+    const RoutingSegment segment = routing_.Segment(0, num_tokens_);
     StepPlanParams params;
     params.header.incarnation = 8;
     params.header.epoch = 9;
@@ -149,7 +149,8 @@ class RankEngineFixture : public ::testing::Test {
   }
 
   const std::unique_ptr<SyntheticWeightSource> source_ = MakeSource();
-  const RandomRouting routing_ = MakeRouting();
+  RandomRouting routing_ = MakeRouting();
+  int64_t num_tokens_ = kTokens;  // of them, in a step
   const std::vector<float> hidden_ = MakeHidden();
   DispatchMode strategy_ = DispatchMode::kAuto;
   ActivationFormat format_ = ActivationFormat::kContiguous;
