@@ -12,6 +12,7 @@
 
 #include "server/model/checkpoint_weight_source.h"
 #include "server/model/synthetic_checkpoint.h"
+#include "tests/integration/nccl_cluster.h"
 #include "tests/integration/process.h"
 #include "tests/integration/rank_cluster.h"
 #include "tests/integration/server_under_test.h"
@@ -170,6 +171,30 @@ TEST_F(Fp8OnGpuTest, BecomesBFloat16WhereAsked) {
   EXPECT_LT(RelativeError(*cluster, &weight_dtype), 0.005);
   EXPECT_EQ(weight_dtype, v1::DATA_TYPE_BFLOAT16);
   EXPECT_EQ(WeightBytes(*cluster), 2 * kNumWeights);
+}
+
+// Two ranks hold them as float8; one that would come back with bfloat16 is not taken.
+TEST_F(Fp8OnGpuTest, AGroupHoldsThemAsOneType) {
+  const RankCluster::Options options = NcclCluster(2, scratch_.path());
+  const std::unique_ptr<RankCluster> cluster = RankCluster::Start(options);
+  ASSERT_NE(cluster, nullptr);
+  v1::DataType weight_dtype = v1::DATA_TYPE_UNSPECIFIED;
+  EXPECT_LT(RelativeError(*cluster, &weight_dtype), 0.08);
+  EXPECT_EQ(weight_dtype, v1::DATA_TYPE_FLOAT8_E4M3);
+  ASSERT_TRUE(cluster->rank(1).Kill().ok());
+  ASSERT_TRUE(cluster->rank(1).Wait(absl::Seconds(60)).ok());
+  ASSERT_TRUE(cluster->control().process().WaitForLine("an epoch ended", absl::Seconds(60)).ok());
+  std::vector<std::string> args = options.rank_args;
+  args.insert(args.end(), {"--checkpoint=" + scratch_.path(), "--ep_rank=1", "--ep_size=2",
+                           "--fp8_weights=dequantize"});
+  const std::unique_ptr<ServerProcess> other = cluster->StartExpertServer(args);
+  ASSERT_NE(other, nullptr);
+  const absl::StatusOr<int> exit_code = other->Wait(absl::Seconds(60));
+  ASSERT_TRUE(exit_code.ok()) << exit_code.status();
+  EXPECT_EQ(*exit_code, 1);
+  EXPECT_THAT(other->Stderr(),
+              testing::AllOf(testing::HasSubstr("as bfloat16, rank 0 as float8_e4m3"),
+                             testing::HasSubstr("the same --fp8_weights")));
 }
 
 TEST(Fp8OfOneProcessTest, NativeIsRefusedWhereTheCheckpointCannot) {
