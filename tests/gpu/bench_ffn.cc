@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <functional>
 #include <random>
 #include <string>
 #include <vector>
@@ -172,12 +173,67 @@ void BenchTiles(const BenchContext& context, const AllPatterns& patterns, DType 
   }
 }
 
+// Of the host alone, the device being behind.
+double SecondsToEnqueue(const BenchContext& context, const std::function<cudaError_t()>& step) {
+  constexpr int kStepsPerRound = 20;
+  double enqueue = INFINITY;
+  for (int round = 0; round < 5; ++round) {
+    const auto begin = std::chrono::steady_clock::now();
+    for (int i = 0; i < kStepsPerRound; ++i) CheckCuda(step(), "a step");
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin;
+    CheckCuda(cudaStreamSynchronize(context.stream), "a step");
+    enqueue = std::min(enqueue, taken.count() / kStepsPerRound);
+  }
+  return enqueue;
+}
+
+// The FFN of a small decode step of a fixed capacity, with its counts on the device: launch by
+// launch, and as CudaGraphCache does it, counts, graph and mark.
+void BenchGraph(const BenchContext& context, const AllPatterns& patterns, int64_t rows_per_expert) {
+  ExpertFfn ffn({DType::kBFloat16, 2048, 768, EvenOffsets(16, rows_per_expert)}, patterns.bf16);
+  ffn.UseDeviceCounts();
+  const std::string name =
+      "H=2048 I=768 E=16 rows=" + std::to_string(rows_per_expert) + " bf16 FFN, counts on device";
+  const auto bench = [&](const std::string& what, const std::function<cudaError_t()>& step) {
+    // NaNs: what stands there from before must not pass for an output.
+    CheckCuda(
+        cudaMemsetAsync(const_cast<std::byte*>(ffn.output()), 0xff,
+                        static_cast<size_t>(ffn.num_rows()) * 2048 * sizeof(float), context.stream),
+        "a memset");
+    const double seconds = SecondsPerLaunch(context.stream, step);
+    AddChecked(context, {.name = name + ", " + what, .value = seconds * 1e6, .unit = "us"},
+               ffn.OutputError(true), kFfnError);
+    context.table->Add({.name = name + ", " + what + ", host's time to enqueue",
+                        .value = SecondsToEnqueue(context, step) * 1e6,
+                        .unit = "us"});
+  };
+  bench("launch by launch", [&] {
+    const cudaError_t error = ffn.LaunchCounts(context.stream);
+    return error == cudaSuccess ? ffn.LaunchFusedFfn(context.stream) : error;
+  });
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  cudaEvent_t passed = nullptr;
+  CheckCuda(cudaStreamBeginCapture(context.stream, cudaStreamCaptureModeThreadLocal), "a capture");
+  CheckCuda(ffn.LaunchFusedFfn(context.stream), "a captured launch");
+  CheckCuda(cudaStreamEndCapture(context.stream, &graph), "a capture's end");
+  CheckCuda(cudaGraphInstantiate(&exec, graph, 0), "a graph");
+  CheckCuda(cudaGraphDestroy(graph), "a captured graph's end");
+  CheckCuda(cudaEventCreateWithFlags(&passed, cudaEventDisableTiming), "an event");
+  bench("as a graph", [&] {
+    cudaError_t error = ffn.LaunchCounts(context.stream);
+    if (error == cudaSuccess) error = cudaGraphLaunch(exec, context.stream);
+    return error == cudaSuccess ? cudaEventRecord(passed, context.stream) : error;
+  });
+  CheckCuda(cudaGraphExecDestroy(exec), "a graph's end");
+  CheckCuda(cudaEventDestroy(passed), "an event's end");
+}
+
 // What a decode step of 64 tokens launches: rows to their experts, the FFN, the weighted sum.
 void BenchStep(const BenchContext& context, const AllPatterns& patterns) {
   constexpr int64_t kTokens = 64;
   constexpr int64_t kTopK = 8;
   constexpr int64_t kHiddenSize = 2048;
-  constexpr int kStepsPerRound = 20;
   ExpertFfn ffn({DType::kBFloat16, kHiddenSize, 768, RoutedOffsets(128, kTokens, kTopK)},
                 patterns.bf16);
   const DeviceMemory hidden(kTokens * kHiddenSize * 2);
@@ -228,16 +284,8 @@ void BenchStep(const BenchContext& context, const AllPatterns& patterns) {
   context.table->Add(
       ByteResult(context, name + ", kernels", ffn.gate_up_bytes() + ffn.down_bytes(), seconds));
   context.table->Add({.name = name + ", kernels", .value = seconds * 1e6, .unit = "us"});
-  double enqueue = INFINITY;
-  for (int round = 0; round < 5; ++round) {
-    const auto begin = std::chrono::steady_clock::now();
-    for (int i = 0; i < kStepsPerRound; ++i) CheckCuda(step(), "a step");
-    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin;
-    CheckCuda(cudaStreamSynchronize(context.stream), "a step");
-    enqueue = std::min(enqueue, taken.count() / kStepsPerRound);
-  }
   context.table->Add({.name = name + ", host's time to enqueue",
-                      .value = enqueue * 1e6,
+                      .value = SecondsToEnqueue(context, step) * 1e6,
                       .unit = "us",
                       .limit = 60,
                       .limit_name = "us to stay below"});
@@ -289,6 +337,7 @@ void BenchFfn(const BenchContext& context) {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat8E4M3}) {
     for (const int64_t rows : {1, 32, 256, 2048}) BenchTiles(context, patterns, dtype, rows);
   }
+  for (const int64_t rows : {1, 8}) BenchGraph(context, patterns, rows);
   BenchStep(context, patterns);
 }
 

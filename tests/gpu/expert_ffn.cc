@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/gated_activation.h"
 #include "kernels/cuda/quantize_rows.h"
+#include "kernels/cuda/write_counts.h"
 
 namespace expertmesh {
 namespace {
@@ -65,7 +66,12 @@ ExpertFfn::ExpertFfn(const FfnShape& shape, const FfnPatterns& patterns)
 CudaGroupedGemmParams ExpertFfn::Gemm(int64_t n, int64_t k) const {
   CudaGroupedGemmParams params;
   params.num_experts = num_experts();
-  params.expert_offsets = shape_.expert_offsets.data();
+  if (counts_ != nullptr) {
+    params.expert_num_tokens = counts_->As<int32_t>();
+    params.max_rows_per_expert = num_rows() / num_experts();
+  } else {
+    params.expert_offsets = shape_.expert_offsets.data();
+  }
   params.rows_dtype = params.weight_dtype = shape_.dtype;
   params.n = n;
   params.k = k;
@@ -74,6 +80,19 @@ CudaGroupedGemmParams ExpertFfn::Gemm(int64_t n, int64_t k) const {
   params.workspace = workspace_->data();
   params.workspace_bytes = workspace_->size_bytes();
   return params;
+}
+
+void ExpertFfn::UseDeviceCounts() { counts_ = Allocate(num_experts() * int64_t{4}); }
+
+cudaError_t ExpertFfn::LaunchCounts(cudaStream_t stream) const {
+  const std::vector<int32_t> counts(static_cast<size_t>(num_experts()),
+                                    static_cast<int32_t>(num_rows() / num_experts()));
+  return LaunchWriteCounts(counts.data(), num_experts(), counts_->As<int32_t>(), stream);
+}
+
+cudaError_t ExpertFfn::Multiply(const CudaGroupedGemmParams& params, cudaStream_t stream) {
+  return params.max_rows_per_expert > 0 ? LaunchMaskedGroupedGemm(params, stream)
+                                        : LaunchGroupedGemm(params, stream);
 }
 
 cudaError_t ExpertFfn::LaunchW13(bool fused, cudaStream_t stream) {
@@ -87,7 +106,7 @@ cudaError_t ExpertFfn::LaunchW13(bool fused, cudaStream_t stream) {
     params.row_scales = row_scales_->As<float>();
     params.weight_scales = w13_scales_->As<float>();
   }
-  return LaunchGroupedGemm(params, stream);
+  return Multiply(params, stream);
 }
 
 cudaError_t ExpertFfn::LaunchGateUp(cudaStream_t stream) { return LaunchW13(false, stream); }
@@ -127,7 +146,7 @@ cudaError_t ExpertFfn::LaunchDown(cudaStream_t stream) {
     params.row_scales = quantized_scales_->As<float>();
     params.weight_scales = w2_scales_->As<float>();
   }
-  return LaunchGroupedGemm(params, stream);
+  return Multiply(params, stream);
 }
 
 cudaError_t ExpertFfn::LaunchFfn(cudaStream_t stream) {

@@ -58,6 +58,10 @@ class ExpertFfn {
   const std::byte* output() const { return output_->data(); }  // [num_rows, hidden_size] float32
 
   void set_tile(std::optional<GemmTile> tile) { tile_ = tile; }
+  // From then on the products take their counts from the device, where LaunchCounts puts them: rows
+  // are taken as batched, and each expert must have as many.
+  void UseDeviceCounts();
+  cudaError_t LaunchCounts(cudaStream_t stream) const;
   int32_t num_experts() const { return static_cast<int32_t>(shape_.expert_offsets.size()) - 1; }
   int64_t num_rows() const { return shape_.expert_offsets.back(); }
   int64_t num_active_experts() const;
@@ -71,6 +75,7 @@ class ExpertFfn {
  private:
   bool is_float8() const { return shape_.dtype == DType::kFloat8E4M3; }
   CudaGroupedGemmParams Gemm(int64_t n, int64_t k) const;
+  static cudaError_t Multiply(const CudaGroupedGemmParams& params, cudaStream_t stream);
   cudaError_t LaunchW13(bool fused, cudaStream_t stream);
   cudaError_t LaunchActivation(cudaStream_t stream);
   cudaError_t LaunchQuantize(cudaStream_t stream);  // nothing for bfloat16
@@ -89,6 +94,7 @@ class ExpertFfn {
   std::unique_ptr<DeviceMemory> rows_, row_scales_, w13_, w13_scales_, w2_, w2_scales_;
   std::unique_ptr<DeviceMemory> gate_up_, intermediate_, quantized_, quantized_scales_, output_;
   std::unique_ptr<DeviceMemory> workspace_;
+  std::unique_ptr<DeviceMemory> counts_;  // null: the host's offsets
 };
 
 }  // namespace expertmesh

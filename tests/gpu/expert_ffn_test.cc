@@ -40,6 +40,20 @@ TEST(ExpertFfnTest, ErrorsAreSmallOnceItHasRunAndInfiniteBefore) {
   }
 }
 
+TEST(ExpertFfnTest, CountsOnTheDevice) {
+  ResetEmulatedCuda();
+  const FfnPatterns patterns(DType::kBFloat16);
+  ExpertFfn ffn({DType::kBFloat16, 256, 128, {0, 4, 8, 12}}, patterns);
+  ffn.UseDeviceCounts();
+  cudaStream_t stream = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  EXPECT_EQ(ffn.LaunchCounts(stream), cudaSuccess);
+  EXPECT_EQ(ffn.LaunchFusedFfn(stream), cudaSuccess);
+  ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  EXPECT_LT(ffn.OutputError(true), 5e-3);
+  ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
+}
+
 TEST(ExpertFfnTest, CountsOfWork) {
   ResetEmulatedCuda();
   const FfnPatterns patterns(DType::kBFloat16);
