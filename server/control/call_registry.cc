@@ -38,7 +38,6 @@ absl::StatusOr<CallPtr> CallRegistry::Admit(std::unique_ptr<ForwardCall>& call, 
   pending->waiting_since = now;
   calls_.emplace(id, pending);
   ++num_open_calls_;
-  ++num_admitted_;
   return pending;
 }
 
@@ -60,7 +59,6 @@ bool CallRegistry::Complete(const CallPtr& call, absl::StatusOr<ForwardResult> r
   if (call->completed) return false;
   call->completed = true;
   --num_open_calls_;
-  ++(result.ok() ? num_completed_ok_ : num_failed_);
   after.completions.push_back({call, std::move(call->call->done), std::move(result)});
   if (call->num_pins == 0) Release(call, now, after);
   return true;

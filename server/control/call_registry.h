@@ -46,9 +46,6 @@ class CallRegistry {
   int64_t num_open_calls() const { return num_open_calls_; }                 // not completed
   int64_t num_calls() const { return static_cast<int64_t>(calls_.size()); }  // not released
   const Admission& admission() const { return admission_; }
-  uint64_t num_admitted() const { return num_admitted_; }
-  uint64_t num_completed_ok() const { return num_completed_ok_; }
-  uint64_t num_failed() const { return num_failed_; }
 
  private:
   void Release(const CallPtr& call, absl::Time now, Aftermath& after);
@@ -56,9 +53,6 @@ class CallRegistry {
   Admission admission_;
   std::unordered_map<ForwardCallId, CallPtr> calls_;
   int64_t num_open_calls_ = 0;
-  uint64_t num_admitted_ = 0;
-  uint64_t num_completed_ok_ = 0;
-  uint64_t num_failed_ = 0;
 };
 
 }  // namespace expertmesh

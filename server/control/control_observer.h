@@ -33,14 +33,9 @@ struct ControlSnapshot {
   int32_t num_lanes = 1;
   bool draining = false;
 
-  uint64_t calls_admitted = 0;
-  uint64_t calls_refused = 0;    // QUEUE_FULL, MESSAGE_TOO_LARGE, DRAINING
-  uint64_t calls_completed = 0;  // with OK
-  uint64_t calls_failed = 0;     // admitted, then anything but OK
-  uint64_t steps = 0;            // attempts
-  uint64_t inline_steps = 0;     // of these, run by the thread that submitted the call
-  uint64_t steps_lost = 0;       // attempts that lost a rank or their time
-  uint64_t tokens_done = 0;      // in steps that succeeded
+  uint64_t steps = 0;         // attempts
+  uint64_t inline_steps = 0;  // of these, run by the thread that submitted the call
+  uint64_t steps_lost = 0;    // attempts that lost a rank or their time
 };
 
 // One attempt to run a step. The views are valid during OnStep only.

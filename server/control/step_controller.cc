@@ -82,7 +82,6 @@ ForwardCallId StepController::Submit(std::unique_ptr<ForwardCall> call, bool may
     if (admitted.ok()) pending = *std::move(admitted);
   }
   if (pending == nullptr) {
-    if (!refusal.ok()) ++counters_.calls_refused;
     lock.unlock();
     if (refusal.ok()) {
       call->done(EmptyResult(*call));
@@ -162,9 +161,6 @@ ControlSnapshot StepController::Snapshot() const {
   snapshot.step_running = snapshot.steps_in_flight > 0;
   snapshot.num_lanes = num_lanes_;
   snapshot.draining = draining_;
-  snapshot.calls_admitted = registry_.num_admitted();
-  snapshot.calls_completed = registry_.num_completed_ok();
-  snapshot.calls_failed = registry_.num_failed();
   return snapshot;
 }
 
@@ -325,7 +321,6 @@ void StepController::FinishStep(StepBatch& batch, const StepOutcome& outcome, Af
   }
   for (StepPiece& piece : batch.pieces) {
     const CallPtr& call = piece.call;
-    counters_.tokens_done += piece.num_tokens;
     if (call->num_done_tokens == call->call->num_tokens && !call->completed) {
       call->result.timings.total_micros =
           absl::ToInt64Microseconds(clock_->Now() - call->submitted);

@@ -414,10 +414,7 @@ TEST_F(StepControllerTest, ObserverSeesStepsAndCalls) {
   EXPECT_EQ(recorder.compute_micros, 4);
   EXPECT_EQ(recorder.calls, 2);
   EXPECT_EQ(recorder.call_tokens, 5);
-  const ControlSnapshot snapshot = controller->Snapshot();
-  EXPECT_EQ(snapshot.steps, 2u);
-  EXPECT_EQ(snapshot.tokens_done, 5u);
-  EXPECT_EQ(snapshot.calls_completed, 2u);
+  EXPECT_EQ(controller->Snapshot().steps, 2u);
 }
 
 }  // namespace
