@@ -194,9 +194,14 @@ absl::Status RankStep::ComputeInTurn(ComputeTurns::Turn turn, absl::Time deadlin
   turn.Wait();
   compute_begun_nanos_ = NowNanos();
   absl::Status status = EnqueueSharedExperts();
-  // Once the rows are there nothing of the experts' work is left to run in Finish, without the
-  // turn.
-  if (status.ok()) status = Late(stream_->Wait(deadline), "waiting for the other ranks' rows");
+  // A device waits for the rows by itself, and needs no host between them and the experts. On the
+  // host, once the rows are there nothing of the experts' work is left to run in Finish, without
+  // the turn.
+  const bool waits = stream_->device() == Device{} ||
+                     slice_.header.strategy == DispatchMode::kAllGatherReduceScatterMonolithic;
+  if (status.ok() && waits) {
+    status = Late(stream_->Wait(deadline), "waiting for the other ranks' rows");
+  }
   if (status.ok()) status = EnqueueExperts();
   return Keep(std::move(status));
 }

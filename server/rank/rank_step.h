@@ -32,8 +32,8 @@ class RankStep {
   // Does not block on peers, but where the rank routes (DispatchHandle::Permute).
   absl::Status Compute();
   // The same for a step that overlaps with others, or whose rank routes: blocks until it is the
-  // step's turn and its rows have come, or `deadline`. The turn ends with the last work on the
-  // experts.
+  // step's turn and, on the host or where the rank routes, its rows have come, or `deadline`. The
+  // turn ends with the last work on the experts, or when a device has been given that.
   absl::Status ComputeInTurn(ComputeTurns::Turn turn, absl::Time deadline);
   // Blocks until everything is done: DEADLINE_EXCEEDED at `deadline`, ABORTED, UNAVAILABLE or
   // DATA_LOSS from the communicator, or an error of the work itself.

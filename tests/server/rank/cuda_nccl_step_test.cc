@@ -78,6 +78,46 @@ TEST_F(CudaNcclStepTest, NothingOfAStepWaitsForTheHost) {
   }
 }
 
+// The same of a step that others may overlap, which has places in the order of all exchanges.
+TEST_F(CudaNcclStepTest, NorDoesOneThatTakesItsTurn) {
+  strategy_ = DispatchMode::kAllToAll;
+  MakeNcclRanks(1);
+  int64_t place = 0;
+  const auto run = [&] {
+    StepPlan plan = Plan();
+    std::vector<std::vector<std::byte>> outputs(kRanks);
+    std::vector<std::thread> threads;
+    for (int32_t rank = 0; rank < kRanks; ++rank) {
+      StepHeader& header = plan.slices[rank].header;
+      header.dispatch_order = place;
+      header.combine_order = place + 1;
+      threads.emplace_back([&, rank] {
+        RankEngine& engine = *engines_[rank];
+        auto result =
+            engine.RunStep(plan.slices[rank], Shard(plan, rank), Soon(), engine.TakeTurn());
+        ASSERT_TRUE(result.ok()) << result.status();
+        outputs[rank].assign(result->output.rows,
+                             result->output.rows + result->output.num_rows * kHidden * 2);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    place += 2;
+    return outputs;
+  };
+  int64_t before = NumGiven();
+  const auto expected = run();
+  const int64_t num_given = NumGiven() - before;
+  HangEmulatedDevice(true);
+  before = NumGiven();
+  std::vector<std::vector<std::byte>> outputs;
+  std::thread step([&] { outputs = run(); });
+  EXPECT_TRUE(WaitUntilGiven(before + num_given))
+      << NumGiven() - before << " of " << num_given << " pieces of work";
+  HangEmulatedDevice(false);
+  step.join();
+  EXPECT_EQ(outputs, expected);
+}
+
 // The one strategy whose host reads what has come, before the rows are in order on any rank.
 TEST_F(CudaNcclStepTest, ARankThatRoutesReadsWhatHasCome) {
   strategy_ = DispatchMode::kAllGatherReduceScatterMonolithic;
