@@ -350,6 +350,7 @@ int Run(const std::vector<std::string>& args) {
   options->group.device = *std::move(device);
 
   InitLogging({*level, *format});
+  WarnOfSlowDevice(options->group.device.get());
   ControlPlane control_plane(*std::move(options));
   const StopSignals signals(
       [&control_plane](int signal_number) {

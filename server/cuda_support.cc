@@ -4,8 +4,9 @@
 
 namespace expertmesh {
 
-absl::StatusOr<std::shared_ptr<CudaDevice>> OpenCudaOfThisBuild(int32_t index) {
-  return OpenCudaDevice(index);
+absl::StatusOr<std::shared_ptr<CudaDevice>> OpenCudaOfThisBuild(int32_t index,
+                                                                const CudaDeviceOptions& options) {
+  return OpenCudaDevice(index, options);
 }
 
 absl::StatusOr<std::shared_ptr<NcclFunctions>> OpenNcclOfThisBuild(const std::string& path) {

@@ -15,7 +15,8 @@ namespace expertmesh {
 // functions are FAILED_PRECONDITION.
 
 // As OpenCudaDevice.
-absl::StatusOr<std::shared_ptr<CudaDevice>> OpenCudaOfThisBuild(int32_t index);
+absl::StatusOr<std::shared_ptr<CudaDevice>> OpenCudaOfThisBuild(int32_t index,
+                                                                const CudaDeviceOptions& options);
 // As OpenNcclLibrary.
 absl::StatusOr<std::shared_ptr<NcclFunctions>> OpenNcclOfThisBuild(const std::string& path);
 

@@ -3,7 +3,8 @@
 
 namespace expertmesh {
 
-absl::StatusOr<std::shared_ptr<CudaDevice>> OpenCudaOfThisBuild(int32_t /*index*/) {
+absl::StatusOr<std::shared_ptr<CudaDevice>> OpenCudaOfThisBuild(
+    int32_t /*index*/, const CudaDeviceOptions& /*options*/) {
   return absl::FailedPreconditionError("this build has no CUDA");
 }
 

@@ -12,6 +12,7 @@
 
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
+#include "server/comm/nccl_functions.h"
 #include "server/comm/network_interface.h"
 #include "server/comm/socket_address.h"
 #include "server/expert_server.h"
@@ -186,7 +187,10 @@ int Run(const std::vector<std::string>& args) {
       return UsageError(status);
     }
   }
-  absl::StatusOr<std::shared_ptr<CudaDevice>> device = OpenDeviceFlag(absl::GetFlag(FLAGS_device));
+  CudaDeviceOptions device_options;
+  if (options->ep_size > 1) device_options.reserved_multiprocessors = kNcclMultiprocessors;
+  absl::StatusOr<std::shared_ptr<CudaDevice>> device =
+      OpenDeviceFlag(absl::GetFlag(FLAGS_device), device_options);
   if (!device.ok()) {
     if (absl::IsInvalidArgument(device.status())) return UsageError(device.status());
     std::fprintf(stderr, "expertmesh-expert-server: %s\n",
@@ -196,6 +200,7 @@ int Run(const std::vector<std::string>& args) {
   options->device = *std::move(device);
 
   InitLogging({*level, *format});
+  WarnOfSlowDevice(options->device.get());
   ExpertServer server(*std::move(options));
   const StopSignals signals([&server](int signal_number) {
     LogInfo("stop asked for; another signal ends it at once, ignored for the first second",

@@ -8,6 +8,7 @@
 #include "absl/strings/str_split.h"
 #include "server/cuda_support.h"
 #include "server/ops/listen_address.h"
+#include "server/ops/logging.h"
 
 namespace expertmesh {
 namespace {
@@ -26,7 +27,8 @@ absl::StatusOr<std::optional<CpuIsa>> ParseIsaFlag(const std::string& name) {
   return absl::InvalidArgumentError(absl::StrCat("--isa is '", name, "'; known: ", known));
 }
 
-absl::StatusOr<std::shared_ptr<CudaDevice>> OpenDeviceFlag(const std::string& value) {
+absl::StatusOr<std::shared_ptr<CudaDevice>> OpenDeviceFlag(const std::string& value,
+                                                           const CudaDeviceOptions& options) {
   if (value == "cpu") return nullptr;
   constexpr absl::string_view kCuda = "cuda:";
   int32_t index = -1;
@@ -35,7 +37,7 @@ absl::StatusOr<std::shared_ptr<CudaDevice>> OpenDeviceFlag(const std::string& va
     return absl::InvalidArgumentError(
         absl::StrCat("--device is '", value, "'; known: cpu, cuda:0, cuda:1, ..."));
   }
-  absl::StatusOr<std::shared_ptr<CudaDevice>> device = OpenCudaOfThisBuild(index);
+  absl::StatusOr<std::shared_ptr<CudaDevice>> device = OpenCudaOfThisBuild(index, options);
   if (device.ok()) return device;
   return absl::Status(device.status().code(),
                       absl::StrCat("--device=", value, ": ", device.status().message()));
@@ -51,6 +53,14 @@ absl::StatusOr<Fp8Weights> ParseFp8WeightsFlag(const std::string& value, bool on
   if (on_gpu) return Fp8Weights::kNative;
   return absl::InvalidArgumentError(
       "--fp8_weights=native needs --device=cuda:N: kernels of CPUs take no float8_e4m3");
+}
+
+void WarnOfSlowDevice(const CudaDevice* device) {
+  if (device == nullptr || device->has_tensor_core_kernels()) return;
+  LogWarning(
+      "this build has no tensor core kernels for the GPU, as for sm_90 (H100, H200): experts "
+      "compute on its other cores, many times slower",
+      {{"device", absl::StrCat("cuda:", device->index())}, {"isa", device->instruction_set()}});
 }
 
 absl::Status CheckPositive(const char* flag, int64_t value) {

@@ -26,7 +26,10 @@ namespace expertmesh {
 absl::StatusOr<std::optional<CpuIsa>> ParseIsaFlag(const std::string& name);
 // The GPU of "cuda:N", open: FAILED_PRECONDITION "--device=cuda:0: <why>" when it is not to be had.
 // Null for "cpu".
-absl::StatusOr<std::shared_ptr<CudaDevice>> OpenDeviceFlag(const std::string& value);
+absl::StatusOr<std::shared_ptr<CudaDevice>> OpenDeviceFlag(const std::string& value,
+                                                           const CudaDeviceOptions& options = {});
+// Logs a warning when the device is one on which this build is slow. Null is fine.
+void WarnOfSlowDevice(const CudaDevice* device);
 // Of --fp8_weights: auto is native on a GPU. `on_gpu`: what --device says.
 absl::StatusOr<Fp8Weights> ParseFp8WeightsFlag(const std::string& value, bool on_gpu);
 absl::Status CheckPositive(const char* flag, int64_t value);

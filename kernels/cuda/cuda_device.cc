@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/base/steady_now.h"
 #include "kernels/cuda/cuda_allocator.h"
+#include "kernels/cuda/cuda_architectures.h"
 #include "kernels/cuda/cuda_expert_kernels.h"
 #include "kernels/cuda/cuda_row_ops.h"
 #include "kernels/cuda/cuda_status.h"
@@ -20,11 +21,16 @@ constexpr absl::Duration kCopyTimeout = absl::Minutes(2);
 
 class OneCudaDevice : public CudaDevice {
  public:
-  OneCudaDevice(int32_t index, std::string instruction_set)
-      : index_(index), instruction_set_(std::move(instruction_set)) {}
+  OneCudaDevice(int32_t index, const CudaDeviceOptions& options, std::string instruction_set,
+                bool has_tensor_core_kernels)
+      : index_(index),
+        options_(options),
+        instruction_set_(std::move(instruction_set)),
+        has_tensor_core_kernels_(has_tensor_core_kernels) {}
 
   int32_t index() const override { return index_; }
   const std::string& instruction_set() const override { return instruction_set_; }
+  bool has_tensor_core_kernels() const override { return has_tensor_core_kernels_; }
   const std::shared_ptr<Allocator>& allocator() const override { return device_memory_; }
   const std::shared_ptr<Allocator>& pinned_allocator() const override { return pinned_memory_; }
 
@@ -48,7 +54,8 @@ class OneCudaDevice : public CudaDevice {
   RowOps& row_ops() override { return *row_ops_; }
   absl::StatusOr<std::unique_ptr<ExpertKernels>> NewExpertKernels(
       const ExpertLayerShape& shape) override {
-    return NewCudaExpertKernels(shape, allocators_, streams_, graph_errors_);
+    return NewCudaExpertKernels(shape, allocators_, streams_, graph_errors_,
+                                options_.reserved_multiprocessors);
   }
   void SetGraphErrorListener(std::function<void(const absl::Status&)> listener) override {
     graph_errors_->SetListener(std::move(listener));
@@ -73,7 +80,9 @@ class OneCudaDevice : public CudaDevice {
   }
 
   const int32_t index_;
+  const CudaDeviceOptions options_;
   const std::string instruction_set_;
+  const bool has_tensor_core_kernels_;
   const CudaAllocators allocators_ = {
       std::make_shared<CudaAllocator>(CudaMemory::kDevice, index_),
       std::make_shared<CudaAllocator>(CudaMemory::kPinnedHost, index_)};
@@ -86,11 +95,24 @@ class OneCudaDevice : public CudaDevice {
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<CudaDevice>> OpenCudaDevice(int32_t index) {
+absl::StatusOr<std::shared_ptr<CudaDevice>> OpenCudaDevice(int32_t index,
+                                                           const CudaDeviceOptions& options) {
   if (absl::Status status = CheckCudaDevice(index); !status.ok()) return status;
+  const absl::StatusOr<CudaComputeCapability> capability = CudaCapability(index);
+  if (!capability.ok()) return capability.status();
+  const absl::string_view architectures = CudaArchitecturesOfThisBuild();
+  const CudaCode code = CudaCodeFor(architectures, capability->major, capability->minor);
+  if (!code.runs) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "GPU ", index, " has compute capability ", capability->major, ".", capability->minor,
+        ", for which this build has no code: it was configured with "
+        "EXPERTMESH_CUDA_ARCHITECTURES=",
+        architectures));
+  }
   absl::StatusOr<std::string> instruction_set = CudaInstructionSet(index);
   if (!instruction_set.ok()) return instruction_set.status();
-  return std::make_shared<OneCudaDevice>(index, *std::move(instruction_set));
+  return std::make_shared<OneCudaDevice>(index, options, *std::move(instruction_set),
+                                         code.tensor_cores);
 }
 
 }  // namespace expertmesh

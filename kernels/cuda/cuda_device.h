@@ -16,12 +16,24 @@
 
 namespace expertmesh {
 
+struct CudaDeviceOptions {
+  // Of the GPU's multiprocessors, what the products of experts leave to others. Tensor core kernels
+  // hold each of theirs until a product is done, so with none left NCCL's kernels, which bring
+  // another lane's rows meanwhile, would wait for the end of it: a higher priority only decides who
+  // is next on a multiprocessor that is free. Where no other kernel runs beside them a reservation
+  // is computing power lost.
+  int32_t reserved_multiprocessors = 0;
+};
+
 // One GPU, for code that sees no header of CUDA. Thread safe. Streams and kernels may outlive it.
 class CudaDevice {
  public:
   virtual ~CudaDevice() = default;
   virtual int32_t index() const = 0;
   virtual const std::string& instruction_set() const = 0;  // "sm_90"
+  // Whether this build has tensor core kernels for it; else products run on its other cores, at a
+  // small part of the speed.
+  virtual bool has_tensor_core_kernels() const = 0;
   // The GPU's memory, and host memory that it reaches.
   virtual const std::shared_ptr<Allocator>& allocator() const = 0;
   virtual const std::shared_ptr<Allocator>& pinned_allocator() const = 0;
@@ -45,8 +57,10 @@ class CudaDevice {
   virtual absl::Status CopyNow(std::byte* to, const std::byte* from, int64_t size_bytes) = 0;
 };
 
-// FAILED_PRECONDITION "no GPU: ..." when there is none, or not so many.
-absl::StatusOr<std::shared_ptr<CudaDevice>> OpenCudaDevice(int32_t index);
+// FAILED_PRECONDITION "no GPU: ..." when there is none, or not so many; and when this build has no
+// code for its compute capability.
+absl::StatusOr<std::shared_ptr<CudaDevice>> OpenCudaDevice(int32_t index,
+                                                           const CudaDeviceOptions& options = {});
 
 }  // namespace expertmesh
 

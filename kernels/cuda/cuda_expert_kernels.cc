@@ -58,12 +58,13 @@ class CudaExpertKernels : public ExpertKernels {
  public:
   CudaExpertKernels(const ExpertLayerShape& shape, const CudaAllocators& allocators,
                     std::unique_ptr<CudaExpertWeights> weights, const std::string& instruction_set,
-                    std::shared_ptr<CudaGraphErrors> graph_errors)
+                    std::shared_ptr<CudaGraphErrors> graph_errors, int32_t reserved_multiprocessors)
       : shape_(shape),
         allocators_(allocators),
         weights_(std::move(weights)),
         graphs_(std::make_shared<CudaGraphCache>(allocators.device->device().index,
-                                                 std::move(graph_errors))) {
+                                                 std::move(graph_errors))),
+        reserved_multiprocessors_(reserved_multiprocessors) {
     capabilities_.instruction_set = instruction_set;
     capabilities_.activation_dtypes = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
     capabilities_.formats = {ActivationFormat::kContiguous, ActivationFormat::kBatched};
@@ -110,6 +111,7 @@ class CudaExpertKernels : public ExpertKernels {
   const CudaAllocators allocators_;
   const std::unique_ptr<CudaExpertWeights> weights_;
   const std::shared_ptr<CudaGraphCache> graphs_;
+  const int32_t reserved_multiprocessors_;
 };
 
 absl::StatusOr<std::unique_ptr<FfnCall>> CudaExpertKernels::Plan(
@@ -133,6 +135,7 @@ absl::StatusOr<std::unique_ptr<FfnCall>> CudaExpertKernels::Plan(
   CudaFfnLaunch& launch = call->launch;
   CudaGroupedGemmParams& gate_up = launch.gate_up;
   gate_up.num_experts = shape_.num_local_experts;
+  gate_up.reserved_multiprocessors = reserved_multiprocessors_;
   gate_up.rows = params.rows;
   gate_up.rows_dtype = params.activation_dtype;
   if (batched) {
@@ -260,7 +263,8 @@ absl::Status CudaExpertKernels::PlanFloat8(const GroupedFfnParams& params,
 
 absl::StatusOr<std::unique_ptr<ExpertKernels>> NewCudaExpertKernels(
     const ExpertLayerShape& shape, const CudaAllocators& allocators,
-    std::shared_ptr<CudaStreamPool> streams, std::shared_ptr<CudaGraphErrors> graph_errors) {
+    std::shared_ptr<CudaStreamPool> streams, std::shared_ptr<CudaGraphErrors> graph_errors,
+    int32_t reserved_multiprocessors) {
   absl::StatusOr<std::string> instruction_set =
       CudaInstructionSet(allocators.device->device().index);
   if (!instruction_set.ok()) return instruction_set.status();
@@ -268,7 +272,8 @@ absl::StatusOr<std::unique_ptr<ExpertKernels>> NewCudaExpertKernels(
       CudaExpertWeights::Create(shape, allocators, std::move(streams));
   if (!weights.ok()) return weights.status();
   return std::make_unique<CudaExpertKernels>(shape, allocators, *std::move(weights),
-                                             *instruction_set, std::move(graph_errors));
+                                             *instruction_set, std::move(graph_errors),
+                                             reserved_multiprocessors);
 }
 
 }  // namespace expertmesh

@@ -23,10 +23,11 @@ namespace expertmesh {
 // kBatched: nothing that the host launches depends on expert_num_tokens, so calls whose sizes and
 // memory come again (steps of one bucket in an arena that was used before) are launched as CUDA
 // graphs (CudaGraphCache). `graph_errors` (may be null) hears when that fails; bytes are the same.
+// `reserved_multiprocessors` as in CudaDeviceOptions.
 absl::StatusOr<std::unique_ptr<ExpertKernels>> NewCudaExpertKernels(
     const ExpertLayerShape& shape, const CudaAllocators& allocators,
     std::shared_ptr<CudaStreamPool> streams,
-    std::shared_ptr<CudaGraphErrors> graph_errors = nullptr);
+    std::shared_ptr<CudaGraphErrors> graph_errors = nullptr, int32_t reserved_multiprocessors = 0);
 
 }  // namespace expertmesh
 

@@ -30,10 +30,11 @@ void Append(CudaGraphKey& key, const T&... values) {
 void AppendGemm(CudaGraphKey& key, const CudaGroupedGemmParams& params) {
   const auto& [num_experts, rows, rows_dtype, expert_offsets, expert_num_tokens,
                max_rows_per_expert, weights, weight_dtype, n, k, row_scales, weight_scales, bias,
-               fuse_silu_mul, output, output_dtype, tile, workspace, workspace_bytes] = params;
+               fuse_silu_mul, output, output_dtype, reserved_multiprocessors, tile, workspace,
+               workspace_bytes] = params;
   Append(key, num_experts, rows, rows_dtype, expert_offsets, expert_num_tokens, max_rows_per_expert,
          weights, weight_dtype, n, k, row_scales, weight_scales, bias, fuse_silu_mul, output,
-         output_dtype, tile, workspace, workspace_bytes);
+         output_dtype, reserved_multiprocessors, tile, workspace, workspace_bytes);
 }
 
 void AppendLayout(CudaGraphKey& key, const RowLayout& layout) {

@@ -76,16 +76,22 @@ absl::Status CheckCudaDevice(int32_t device_index) {
   return UseCudaDevice(device_index);
 }
 
-absl::StatusOr<std::string> CudaInstructionSet(int32_t device_index) {
-  int major = 0;
-  int minor = 0;
-  for (const auto& [value, attribute] : {std::pair{&major, cudaDevAttrComputeCapabilityMajor},
-                                         std::pair{&minor, cudaDevAttrComputeCapabilityMinor}}) {
+absl::StatusOr<CudaComputeCapability> CudaCapability(int32_t device_index) {
+  CudaComputeCapability capability;
+  for (const auto& [value, attribute] :
+       {std::pair{&capability.major, cudaDevAttrComputeCapabilityMajor},
+        std::pair{&capability.minor, cudaDevAttrComputeCapabilityMinor}}) {
     absl::Status status = CudaStatus(cudaDeviceGetAttribute(value, attribute, device_index),
                                      "cudaDeviceGetAttribute", device_index);
     if (!status.ok()) return status;
   }
-  return absl::StrCat("sm_", major, minor);
+  return capability;
+}
+
+absl::StatusOr<std::string> CudaInstructionSet(int32_t device_index) {
+  const absl::StatusOr<CudaComputeCapability> capability = CudaCapability(device_index);
+  if (!capability.ok()) return capability.status();
+  return absl::StrCat("sm_", capability->major, capability->minor);
 }
 
 }  // namespace expertmesh

@@ -27,6 +27,12 @@ absl::Status UseCudaDevice(int32_t device_index);
 // Devices that this process sees: at least one, or FAILED_PRECONDITION "no GPU: ...".
 absl::Status CheckCudaDevice(int32_t device_index);
 
+struct CudaComputeCapability {
+  int major = 0;
+  int minor = 0;
+};
+absl::StatusOr<CudaComputeCapability> CudaCapability(int32_t device_index);
+
 // "sm_90"
 absl::StatusOr<std::string> CudaInstructionSet(int32_t device_index);
 

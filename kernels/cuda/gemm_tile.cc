@@ -1,5 +1,7 @@
 #include "kernels/cuda/gemm_tile.h"
 
+#include <algorithm>
+
 namespace expertmesh {
 
 int GemmTileRows(GemmTile tile) {
@@ -30,6 +32,11 @@ GemmTile ChooseGemmTile(const GemmTileProblem& problem) {
     return GemmTile::kRows256;
   }
   return GemmTile::kRows128;
+}
+
+int GemmMultiprocessors(int present, int reserved) {
+  const int least = std::max(std::min(present, 2), (present + 1) / 2);
+  return std::max(least, present - std::max(reserved, 0));
 }
 
 }  // namespace expertmesh

@@ -30,6 +30,10 @@ struct GemmTileProblem {
 // A pure function. Never a smaller tile for more rows.
 GemmTile ChooseGemmTile(const GemmTileProblem& problem);
 
+// How many of a device's multiprocessors a product runs on when it is to leave `reserved` to
+// others: at least half of them, whatever is reserved, and never fewer than a pair of blocks needs.
+int GemmMultiprocessors(int present, int reserved);
+
 }  // namespace expertmesh
 
 #endif  // EXPERTMESH_KERNELS_CUDA_GEMM_TILE_H_

@@ -48,6 +48,9 @@ struct CudaGroupedGemmParams {
   bool fuse_silu_mul = false;
   void* output = nullptr;  // shaped as rows, [..., n]
   DType output_dtype = DType::kInvalid;
+  // Multiprocessors that the tensor cores' kernel, which else takes all of them, leaves to others:
+  // see CudaDeviceOptions. No byte of the output depends on it.
+  int32_t reserved_multiprocessors = 0;
   // For tests and measurements: the tensor cores' tile instead of ChooseGemmTile's.
   std::optional<GemmTile> tile;
   // Scratch of one launch at a time: launches of one stream may share it. 256-byte aligned.

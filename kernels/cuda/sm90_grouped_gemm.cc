@@ -25,8 +25,9 @@ int Sm90Multiprocessors() {
 
 cudaError_t LaunchSm90GroupedGemm(const CudaGroupedGemmParams& params, const Sm90GemmLaunch& launch,
                                   cudaStream_t stream) {
-  const int multiprocessors = Sm90Multiprocessors();
-  if (multiprocessors == 0) return cudaErrorNoKernelImageForDevice;
+  const int present = Sm90Multiprocessors();
+  if (present == 0) return cudaErrorNoKernelImageForDevice;
+  const int multiprocessors = GemmMultiprocessors(present, params.reserved_multiprocessors);
   switch (params.weight_dtype) {
     case DType::kBFloat16:
       return LaunchSm90BFloat16(params, launch, multiprocessors, stream);

@@ -2,6 +2,8 @@
 #define EXPERTMESH_KERNELS_CUDA_SM90_GROUPED_GEMM_CUH_
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
 
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
@@ -78,6 +80,22 @@ class Sm90GroupedGemm {
   static_assert(sizeof(typename Mainloop::InternalStrideA) == sizeof(int64_t));
   static_assert(sizeof(typename Mainloop::InternalStrideB) == sizeof(int64_t));
 
+  // The current device lets the kernel have that much. It remembers, so it is told once.
+  static cudaError_t AllowSharedMemory() {
+    constexpr int kMaxTold = 64;
+    static std::atomic<uint64_t> told{0};  // a bit for each device
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    const uint64_t bit = device < kMaxTold ? uint64_t{1} << device : 0;
+    if ((told.load(std::memory_order_relaxed) & bit) != 0) return cudaSuccess;
+    error = cudaFuncSetAttribute(cutlass::device_kernel<Kernel>,
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 Kernel::SharedStorageSize);
+    if (error == cudaSuccess) told.fetch_or(bit, std::memory_order_relaxed);
+    return error;
+  }
+
  public:
   static typename Kernel::Arguments ArgumentsOf(const CudaGroupedGemmParams& params,
                                                 const Sm90GemmLaunch& launch, int multiprocessors) {
@@ -118,10 +136,7 @@ class Sm90GroupedGemm {
     }
     typename Kernel::Params kernel_params =
         Kernel::to_underlying_arguments(arguments, launch.tensor_maps);
-    cudaError_t error = cudaFuncSetAttribute(cutlass::device_kernel<Kernel>,
-                                             cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             Kernel::SharedStorageSize);
-    if (error != cudaSuccess) return error;
+    if (const cudaError_t error = AllowSharedMemory(); error != cudaSuccess) return error;
     cudaLaunchAttribute cluster = {};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = kClusterSize;

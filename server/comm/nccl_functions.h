@@ -13,6 +13,12 @@
 
 namespace expertmesh {
 
+// Multiprocessors that an exchange takes at most (ncclConfig_t::maxCTAs: blocks of its kernels),
+// and that products of experts leave free for it (CudaDeviceOptions): so one lane's rows travel
+// while another one's experts compute. More blocks move more bytes at once; that these are enough
+// for NVLink, and not too many to be missed by products, is to be measured.
+inline constexpr int32_t kNcclMultiprocessors = 8;
+
 // What of NCCL and of CUDA's runtime NcclCommunicator calls: everything, so that tests can put a
 // fake in its place and no other file needs their headers. nccl_library.h opens the real one.
 //

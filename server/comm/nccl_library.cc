@@ -108,6 +108,7 @@ class NcclLibrary : public NcclDeviceFunctions {
     std::memcpy(shared.internal, id.data(), id.size());
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
+    config.maxCTAs = kNcclMultiprocessors;
     ncclComm_t made = nullptr;
     const ncclResult_t result =
         symbols_.comm_init_rank_config(&made, num_ranks, shared, rank, &config);

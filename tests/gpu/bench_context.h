@@ -18,8 +18,9 @@ struct BenchContext {
   // Rows are divided by it where a CPU runs the kernels.
   int64_t shrink = 1;
   // Limits of this run, 0 where there are none.
-  double copy_gb_per_second = 0;  // bytes read and written by a device-to-device copy
-  double matmul_tflops = 0;       // a large bfloat16 matmul of cuBLAS
+  double copy_gb_per_second = 0;   // bytes read and written by a device-to-device copy
+  double matmul_tflops = 0;        // a large bfloat16 matmul of cuBLAS
+  double step_kernel_seconds = 0;  // what BenchRankStep's step launches, back to back
 };
 
 inline constexpr char kCopyLimit[] = "GB/s of a copy";

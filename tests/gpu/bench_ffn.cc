@@ -4,7 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <functional>
-#include <random>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -14,6 +14,7 @@
 #include "tests/gpu/device_timer.h"
 #include "tests/gpu/expert_ffn.h"
 #include "tests/gpu/random_pattern.h"
+#include "tests/gpu/routed_experts.h"
 
 namespace expertmesh {
 namespace {
@@ -32,24 +33,6 @@ constexpr double kFloat8Target = 1.7;
 std::vector<int64_t> EvenOffsets(int64_t num_experts, int64_t rows_per_expert) {
   std::vector<int64_t> offsets;
   for (int64_t e = 0; e <= num_experts; ++e) offsets.push_back(e * rows_per_expert);
-  return offsets;
-}
-
-// Every token picks `topk` different experts, each with the same probability.
-std::vector<int64_t> RoutedOffsets(int64_t num_experts, int64_t num_tokens, int64_t topk) {
-  std::mt19937_64 random(61);
-  std::vector<int64_t> counts(static_cast<size_t>(num_experts), 0);
-  std::vector<size_t> experts(counts.size());
-  for (size_t e = 0; e < experts.size(); ++e) experts[e] = e;
-  for (int64_t t = 0; t < num_tokens; ++t) {
-    for (size_t k = 0; k < static_cast<size_t>(topk); ++k) {
-      std::uniform_int_distribution<size_t> uniform(k, experts.size() - 1);
-      std::swap(experts[k], experts[uniform(random)]);
-      ++counts[experts[k]];
-    }
-  }
-  std::vector<int64_t> offsets = {0};
-  for (const int64_t count : counts) offsets.push_back(offsets.back() + count);
   return offsets;
 }
 
@@ -229,8 +212,9 @@ void BenchGraph(const BenchContext& context, const AllPatterns& patterns, int64_
   CheckCuda(cudaEventDestroy(passed), "an event's end");
 }
 
-// What a decode step of 64 tokens launches: rows to their experts, the FFN, the weighted sum.
-void BenchStep(const BenchContext& context, const AllPatterns& patterns) {
+// What a decode step of 64 tokens launches on a group's one rank (BenchRankStep): rows to their
+// experts, the FFN, the rank's weighted sums, the sum of all ranks'.
+void BenchStep(BenchContext& context, const AllPatterns& patterns) {
   constexpr int64_t kTokens = 64;
   constexpr int64_t kTopK = 8;
   constexpr int64_t kHiddenSize = 2048;
@@ -273,13 +257,26 @@ void BenchStep(const BenchContext& context, const AllPatterns& patterns) {
   sum.weights = device_weights.As<float>();
   sum.output = output.data();
   sum.output_dtype = DType::kBFloat16;
+  const DeviceMemory last_output(kTokens * kHiddenSize * 2);
+  std::vector<int64_t> ones(kTokens + 1);
+  std::iota(ones.begin(), ones.end(), 0);
+  const DeviceMemory device_ones(static_cast<int64_t>(ones.size()) * 8);
+  CopyToDevice(device_ones, ones);
+  CudaSumRowsParams last = sum;
+  last.rows = output.data();
+  last.rows_dtype = DType::kBFloat16;
+  last.offsets = last.row_indices = device_ones.As<int64_t>();
+  last.weights = nullptr;
+  last.output = last_output.data();
   const auto step = [&] {
     cudaError_t error = LaunchPermuteRows(permute, context.stream);
     if (error == cudaSuccess) error = ffn.LaunchFusedFfn(context.stream);
     if (error == cudaSuccess) error = LaunchSumRows(sum, context.stream);
+    if (error == cudaSuccess) error = LaunchSumRows(last, context.stream);
     return error;
   };
   const double seconds = SecondsPerLaunch(context.stream, step);
+  context.step_kernel_seconds = seconds;
   const std::string name = "step T=64 H=2048 I=768 E=128 k=8 bf16";
   context.table->Add(
       ByteResult(context, name + ", kernels", ffn.gate_up_bytes() + ffn.down_bytes(), seconds));
@@ -314,7 +311,8 @@ void BenchMatmul(BenchContext* context) {
                        .unit = "TFLOP/s"});
 }
 
-void BenchFfn(const BenchContext& context) {
+void BenchFfn(BenchContext* bench_context) {
+  BenchContext& context = *bench_context;
   constexpr int64_t kTokens = 32768;
   const AllPatterns patterns;
   BenchCase(context, patterns,

@@ -9,8 +9,9 @@ namespace expertmesh {
 // cuBLAS.
 void BenchMatmul(BenchContext* context);
 // Grouped GEMMs and the FFN made of them, in bfloat16 and float8, at the shapes of prefill and of
-// DeepSeek-V3's rank, each checked on sampled outputs; every tile at a prefill and a decode shape.
-void BenchFfn(const BenchContext& context);
+// DeepSeek-V3's rank, each checked on sampled outputs; every tile at a prefill and a decode shape;
+// sets context->step_kernel_seconds.
+void BenchFfn(BenchContext* context);
 
 }  // namespace expertmesh
 

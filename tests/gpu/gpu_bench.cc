@@ -10,6 +10,7 @@
 
 #include "tests/gpu/bench_context.h"
 #include "tests/gpu/bench_ffn.h"
+#include "tests/gpu/bench_rank_step.h"
 #include "tests/gpu/bench_rows.h"
 #include "tests/gpu/cublas_library.h"
 #include "tests/gpu/device_memory.h"
@@ -76,7 +77,10 @@ int Run(const Options& options) {
   BenchCopy(&context);
   BenchMatmul(&context);
   BenchRows(context);
-  if (!options.rows_only) BenchFfn(context);
+  if (!options.rows_only) {
+    BenchFfn(&context);
+    BenchRankStep(context, {});
+  }
   CheckCuda(cudaStreamDestroy(context.stream), "the stream's end");
   table.Print();
   if (!table.is_written()) {

@@ -33,6 +33,7 @@ class ResultTable {
   // False when the file could not be written once.
   bool is_written() const { return is_written_; }
   bool all_right() const;
+  const std::vector<Result>& results() const { return results_; }
 
  private:
   bool WriteJson() const;

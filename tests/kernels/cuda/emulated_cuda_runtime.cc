@@ -175,10 +175,10 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
     if (device < 0 || device >= runtime.options.num_devices) return cudaErrorInvalidDevice;
     switch (attribute) {
       case cudaDevAttrComputeCapabilityMajor:
-        *value = 9;
+        *value = runtime.options.compute_major;
         return cudaSuccess;
       case cudaDevAttrComputeCapabilityMinor:
-        *value = 0;
+        *value = runtime.options.compute_minor;
         return cudaSuccess;
       case cudaDevAttrMultiProcessorCount:
         *value = runtime.options.sm_count;

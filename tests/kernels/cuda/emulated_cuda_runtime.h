@@ -26,6 +26,8 @@ struct EmulatedCudaOptions {
   int num_devices = 1;
   int64_t memory_bytes = int64_t{1} << 30;  // of each device
   int sm_count = 132;
+  int compute_major = 9;
+  int compute_minor = 0;
   uint64_t seed = 1;
 };
 

@@ -52,6 +52,18 @@ TEST(GemmTileTest, MoreRowsNeverTakeASmallerTile) {
   }
 }
 
+TEST(GemmMultiprocessorsTest, LeavesWhatIsReservedButNeverMostOfThem) {
+  EXPECT_EQ(GemmMultiprocessors(132, 0), 132);
+  EXPECT_EQ(GemmMultiprocessors(132, 8), 124);
+  EXPECT_EQ(GemmMultiprocessors(132, 66), 66);
+  EXPECT_EQ(GemmMultiprocessors(132, 67), 66);
+  EXPECT_EQ(GemmMultiprocessors(132, 1000), 66);
+  EXPECT_EQ(GemmMultiprocessors(132, -1), 132);
+  EXPECT_EQ(GemmMultiprocessors(3, 8), 2);
+  EXPECT_EQ(GemmMultiprocessors(2, 8), 2);
+  EXPECT_EQ(GemmMultiprocessors(1, 8), 1);
+}
+
 TEST(GemmTileTest, ShortSumsAreStoredWhileOthersAreMultiplied) {
   for (const int64_t k : {128, 256, 1024, 2048}) {
     EXPECT_EQ(ChooseGemmTile({DType::kBFloat16, 4096, k, 5000}), GemmTile::kRows128) << k;

@@ -194,6 +194,8 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int num_ranks, ncclUniqueId id, int rank,
                                     ncclConfig_t* config) {
   if (config->blocking != 0) Misuse("ncclCommInitRankConfig", "to block");
+  // Else it would take more multiprocessors than products of experts leave.
+  if (config->maxCTAs == NCCL_CONFIG_UNDEF_INT) Misuse("ncclCommInitRankConfig", "no maxCTAs");
   const char* const interface = std::getenv("NCCL_SOCKET_IFNAME");
   std::fprintf(stderr, "nccl_over_sockets: rank %d of %d, NCCL_SOCKET_IFNAME%s\n", rank, num_ranks,
                interface == nullptr ? " is not set" : interface);
