@@ -131,8 +131,7 @@ TEST(BenchProcessTest, SaysWhatItWaitsForAfterItsTime) {
       StartBench(*server, {"--warmup=0s", "--duration=5s", "--timeout=30s", "--max_attempts=1"});
   ASSERT_TRUE(AwaitAnswers(server.get(), 20));
   ASSERT_TRUE(server->process().Signal(SIGSTOP).ok());
-  while (!IsStopped(server->process().pid())) {
-  }
+  ASSERT_TRUE(WaitUntilStopped(server->process().pid()));
   // By the end of the time each of the 8 has sent a call that nobody answers.
   EXPECT_TRUE(bench
                   ->WaitForLine("waiting for 8 calls in flight, the oldest for .* s \\(they end "
@@ -150,8 +149,7 @@ TEST(BenchProcessTest, CtrlCWhileItWaitsTellsWhatWasSeenAndEndsIt) {
       *server, {"--json", "--warmup=0s", "--duration=5s", "--timeout=1h", "--max_attempts=1"});
   ASSERT_TRUE(AwaitAnswers(server.get(), 20));
   ASSERT_TRUE(server->process().Signal(SIGSTOP).ok());
-  while (!IsStopped(server->process().pid())) {
-  }
+  ASSERT_TRUE(WaitUntilStopped(server->process().pid()));
   ASSERT_TRUE(bench->WaitForLine("waiting for 8 calls in flight", kPatience).ok());
   ASSERT_TRUE(bench->Signal(SIGINT).ok());
   EXPECT_EQ(ExitCode(bench.get()), -SIGINT);

@@ -17,6 +17,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "kernels/base/steady_now.h"
 #include "tests/integration/bad_requests.h"
 #include "tests/integration/server_under_test.h"
 #include "tests/integration/sparse_checkpoint.h"
@@ -161,10 +163,12 @@ TEST(LifecycleTest, CallsInTheLastMomentsAreNotCancelled) {
         ++ends[end];
       });
     }
-    while (num_answered < 200) {
-    }
+    const absl::Time deadline = SteadyNow() + absl::Minutes(1);
+    while (num_answered < 200 && SteadyNow() < deadline) std::this_thread::yield();
+    const int num_answered_by_then = num_answered;
     EXPECT_TRUE(server->process().Terminate().ok());
     for (std::thread& client : clients) client.join();
+    ASSERT_GE(num_answered_by_then, 200);
     EXPECT_EQ(ends, (std::map<std::string, int>{{"UNAVAILABLE", 8}}));
     const auto exit_code = server->process().Wait(absl::Seconds(30));
     ASSERT_TRUE(exit_code.ok()) << exit_code.status();

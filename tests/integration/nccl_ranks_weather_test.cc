@@ -123,7 +123,7 @@ TEST(NcclWeatherTest, AStoppedRankIsLostAndComesBack) {
   Oracle oracle(2, GpuInOneProcess(kRankCheckpoint));
   ASSERT_TRUE(oracle.ok());
   RankCluster::Options options = Group(2);
-  options.control_args.push_back("--heartbeat_timeout=3s");
+  options.control_args.push_back("--heartbeat_timeout=10s");
   const auto cluster = RankCluster::Start(options);
   ASSERT_NE(cluster, nullptr);
   RankLoad load(cluster.get(), &oracle, 7, {.num_callers = 4, .timeout = kPlenty});

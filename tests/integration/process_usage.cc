@@ -5,11 +5,14 @@
 #include <iterator>
 #include <ostream>
 #include <string>
+#include <thread>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "absl/time/time.h"
+#include "kernels/base/steady_now.h"
 
 namespace expertmesh {
 namespace {
@@ -49,6 +52,15 @@ bool IsStopped(pid_t pid) {
     if (!absl::StrContains(line, "T (stopped)")) return false;
   }
   return !error;
+}
+
+bool WaitUntilStopped(pid_t pid) {
+  const absl::Time deadline = SteadyNow() + absl::Minutes(1);
+  while (!IsStopped(pid)) {
+    if (SteadyNow() >= deadline) return false;
+    std::this_thread::yield();
+  }
+  return true;
 }
 
 std::ostream& operator<<(std::ostream& out, const ProcessUsage& usage) {

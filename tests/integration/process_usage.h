@@ -18,6 +18,8 @@ struct ProcessUsage {
 ProcessUsage UsageOf(pid_t pid);
 // All its threads are: SIGSTOP takes effect some time after kill has returned.
 bool IsStopped(pid_t pid);
+// False when a minute has not been enough.
+bool WaitUntilStopped(pid_t pid);
 std::ostream& operator<<(std::ostream& out, const ProcessUsage& usage);
 
 // Sanitizers' shadow memory and quarantine make resident bytes say nothing.

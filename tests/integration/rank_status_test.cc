@@ -229,8 +229,7 @@ TEST(RankStatusTest, AReplayedStepIsCountedOnceAndAgain) {
   const v1::ForwardRequest request = RandomRequest(random, 20, 3);
   ASSERT_TRUE(control.Forward(request).ok());
   ASSERT_TRUE(cluster->rank(1).Signal(SIGSTOP).ok());
-  while (!IsStopped(cluster->rank(1).pid())) {
-  }
+  ASSERT_TRUE(WaitUntilStopped(cluster->rank(1).pid()));
   PendingForward hanging = control.StartForward(request, kPlenty);
   const absl::Time deadline = absl::Now() + kPlenty;
   while (control.GetStatus()->queue().num_steps_in_flight() == 0 && absl::Now() < deadline) {
@@ -300,8 +299,7 @@ TEST(RankStatusTest, StatusTellsTheLifeOfARank) {
       state = control.GetStatus()->ranks(1).state();
     }
     ASSERT_TRUE(cluster->rank(1).Signal(SIGSTOP).ok());
-    while (!IsStopped(cluster->rank(1).pid())) {
-    }
+    ASSERT_TRUE(WaitUntilStopped(cluster->rank(1).pid()));
     const v1::RankStatus loading = control.GetStatus()->ranks(1);
     was_seen = loading.state() == v1::RANK_STATE_LOADING;
     if (was_seen) {

@@ -90,7 +90,11 @@ TEST_F(RankLinkTest, AStepThatDoesNotFitTheWireIsSentToNobody) {
 
 TEST_F(RankLinkTest, ARankThatIsToldToStopHasLeft) {
   EXPECT_TRUE(ranks_.StopRank(1).ok());
-  while (ranks_.group().epoch() != 0) std::this_thread::yield();
+  const absl::Time deadline = SteadyNow() + absl::Minutes(1);
+  while (ranks_.group().epoch() != 0) {
+    ASSERT_LT(SteadyNow(), deadline);
+    std::this_thread::yield();
+  }
   const std::vector<MemberView> members = ranks_.group().Members();
   EXPECT_EQ(members[1].state, MemberState::kLeft);
   EXPECT_EQ(members[1].why, "it left");
