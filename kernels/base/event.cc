@@ -70,6 +70,7 @@ absl::Status Event::Wait(absl::Time deadline) const {
 }
 
 void Event::Place(std::shared_ptr<const DevicePoint> point) {
+  if (point == nullptr) return;
   const std::shared_ptr<State> state = state_;
   std::vector<absl::AnyInvocable<void()>> callbacks;
   {

@@ -44,8 +44,8 @@ class Event {
   // For streams and what works beside them, not for those who use them. A pending event is placed
   // when the device will pass `point` before it is done: a stream of that device that waits for it
   // may give the device what follows, behind the point. Signal, which must come, still says whether
-  // all went well; until it has, such a stream says so of nothing behind. Ignored when it is done
-  // or placed already.
+  // all went well; until it has, such a stream says so of nothing behind. A null point, and one for
+  // an event that is done or placed already, is ignored.
   void Place(std::shared_ptr<const DevicePoint> point);
   // Null when it is not placed, or done.
   std::shared_ptr<const DevicePoint> point() const;

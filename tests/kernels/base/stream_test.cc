@@ -121,6 +121,8 @@ TEST(EventTest, IsPlacedOnceAndUntilItIsDone) {
   Event event;
   int calls = 0;
   event.OnPlaced([&calls] { ++calls; });
+  event.Place(nullptr);
+  EXPECT_EQ(calls, 0);
   const auto point = std::make_shared<DevicePoint>(Device{});
   event.Place(point);
   event.Place(std::make_shared<DevicePoint>(Device{}));
