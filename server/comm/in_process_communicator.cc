@@ -112,12 +112,15 @@ class InProcessCommunicator : public Communicator {
     });
     // A stream that has failed drops its work, and whoever would wait for it and abort may be
     // waiting for a peer's stream first, which waits for this rank.
-    const Event arrived;
+    Event arrived;
     arrived.OnDone([exchange = exchange_, ep_rank = ep_rank_, arrived] {
       const absl::Status failed = arrived.status();
       if (!failed.ok()) exchange->Break(AbortedBy(ep_rank, failed));
     });
-    status.Update(stream.Record(arrived));
+    const absl::Status recorded = stream.Record(arrived);
+    // It holds itself until it is done.
+    if (!recorded.ok()) arrived.Signal(recorded);
+    status.Update(recorded);
     status.Update(stream.WaitFor(call.done));
     return status;
   }
