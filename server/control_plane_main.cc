@@ -83,7 +83,7 @@ ABSL_FLAG(ByteSize, max_transport_bytes, ByteSize{int64_t{1} << 30},
 ABSL_FLAG(absl::Duration, max_deadline, absl::Seconds(60),
           "Deadline of a call that brings none, and the most that one may bring.");
 ABSL_FLAG(absl::Duration, step_timeout, absl::Seconds(30),
-          "A step that takes longer ends its epoch.");
+          "A step that takes longer ends its epoch. At least 1ms.");
 ABSL_FLAG(int, lanes, 2,
           "Steps in flight at once over ranks that are processes: while one step's rows are on the "
           "wire another one's experts compute. 1 to 4; no byte of a result depends on it.");
@@ -135,6 +135,7 @@ constexpr int kExitFailure = 1;
 constexpr int kExitUsage = 2;
 constexpr int64_t kMostSlots = int64_t{1} << 16;
 constexpr int64_t kMostStepTokens = int64_t{1} << 24;
+constexpr absl::Duration kLeastStepTimeout = absl::Milliseconds(1);
 constexpr int64_t kMostRankPairs = int64_t{1} << 30;      // rows are counted in 32 bits
 constexpr ByteSize kLeastMessage = {int64_t{4} << 10};    // a row of hidden states
 constexpr ByteSize kMostMessage = {int64_t{2047} << 20};  // gRPC counts in 31 bits
@@ -221,7 +222,7 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags(const std::vector<std::string>& gi
                      kMostMessage),
         CheckPositive("max_deadline", absl::GetFlag(FLAGS_max_deadline)),
         CheckPositive("heartbeat_timeout", absl::GetFlag(FLAGS_heartbeat_timeout)),
-        CheckPositive("step_timeout", absl::GetFlag(FLAGS_step_timeout)),
+        CheckAtLeast("step_timeout", absl::GetFlag(FLAGS_step_timeout), kLeastStepTimeout),
         CheckPositive("lanes", absl::GetFlag(FLAGS_lanes)),
         CheckAtMost("lanes", absl::GetFlag(FLAGS_lanes), kMaxLanes),
         CheckPositive("keepalive_time", absl::GetFlag(FLAGS_keepalive_time)),

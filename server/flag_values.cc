@@ -85,6 +85,12 @@ absl::Status CheckNotNegative(const char* flag, int64_t value) {
   return absl::InvalidArgumentError(absl::StrCat("--", flag, " is ", value, "; at least 0"));
 }
 
+absl::Status CheckAtLeast(const char* flag, absl::Duration value, absl::Duration limit) {
+  if (value >= limit) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("--", flag, " is ", absl::FormatDuration(value),
+                                                 "; at least ", absl::FormatDuration(limit)));
+}
+
 absl::Status CheckAtMost(const char* flag, int64_t value, int64_t limit) {
   if (value <= limit) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("--", flag, " is ", value, "; at most ", limit));

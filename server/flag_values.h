@@ -36,6 +36,7 @@ absl::Status CheckPositive(const char* flag, int64_t value);
 absl::Status CheckPositive(const char* flag, absl::Duration value);
 absl::Status CheckNotNegative(const char* flag, absl::Duration value);
 absl::Status CheckNotNegative(const char* flag, int64_t value);
+absl::Status CheckAtLeast(const char* flag, absl::Duration value, absl::Duration limit);
 absl::Status CheckAtMost(const char* flag, int64_t value, int64_t limit);
 absl::Status CheckBetween(const char* flag, ByteSize value, ByteSize least, ByteSize most);
 // 0 (one for each core) to some thousands.

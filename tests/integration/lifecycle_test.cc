@@ -431,6 +431,7 @@ TEST(LifecycleTest, WhatIsWrongWithAStartIsSaid) {
            {{checkpoint, "--local_ranks=100000"}, 2, "--local_ranks is 100000; at most 1024"},
            {{checkpoint, "--threads=100000"}, 2, "--threads is 100000; at most 4096"},
            {{checkpoint, "--max_deadline=0"}, 2, "--max_deadline is 0; must be above 0"},
+           {{checkpoint, "--step_timeout=1us"}, 2, "--step_timeout is 1us; at least 1ms"},
            {{checkpoint, "--drain_delay=-1s"}, 2, "--drain_delay is -1s; at least 0"},
            {{"--checkpoint=/no/such/folder", "--listen=127.0.0.1:99999"},
             2,
