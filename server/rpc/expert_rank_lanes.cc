@@ -154,18 +154,25 @@ absl::Status ExpertRank::Impl::FormEpoch(const v1::EpochBegin& begin,
   DropEpoch(absl::UnavailableError("another epoch forms"));
   RankEngine& engine = *options.engine;
   absl::StatusOr<std::unique_ptr<Communicator>> communicator = Connect(begin);
-  const std::lock_guard<std::mutex> lock(epoch_mutex);
-  store = nullptr;
-  // Why it was given up, rather than that it was.
-  if (last_ended >= begin.epoch() &&
-      (communicator.ok() || absl::IsCancelled(communicator.status()))) {
-    return last_end;
+  absl::Status ended;
+  {
+    const std::lock_guard<std::mutex> lock(epoch_mutex);
+    store = nullptr;
+    const bool has_ended = last_ended >= begin.epoch();
+    if (communicator.ok() && !has_ended) {
+      engine.EnterEpoch(begin.incarnation(), begin.epoch(), *std::move(communicator));
+      epoch = begin.epoch();
+      state = v1::RANK_STATE_ACTIVE;
+      return absl::OkStatus();
+    }
+    // Why it was given up, rather than that it was.
+    ended = has_ended && (communicator.ok() || absl::IsCancelled(communicator.status()))
+                ? last_end
+                : communicator.status();
   }
-  if (!communicator.ok()) return communicator.status();
-  engine.EnterEpoch(begin.incarnation(), begin.epoch(), *std::move(communicator));
-  epoch = begin.epoch();
-  state = v1::RANK_STATE_ACTIVE;
-  return absl::OkStatus();
+  // An end in peace would wait for peers that may be gone.
+  if (communicator.ok()) (*communicator)->Abort(ended);
+  return ended;
 }
 
 void ExpertRank::Impl::CheckDevice() const {
