@@ -14,6 +14,7 @@
 #include "server/comm/nccl_exchange.h"
 #include "server/comm/nccl_operation.h"
 #include "server/comm/operation_places.h"
+#include "server/ops/rank_text.h"
 
 namespace expertmesh {
 namespace {
@@ -82,9 +83,7 @@ class NcclCommunicator : public Communicator {
 
   void Break(const absl::Status& reason) override {
     exchange_->teardown().Break(
-        absl::AbortedError(
-            absl::StrCat("rank ", ep_rank(), " aborted the communicator: ", reason.ToString())),
-        reason);
+        absl::AbortedError(RankText(ep_rank(), "aborted the communicator", reason)), reason);
   }
 
   absl::Status status() const override { return exchange_->teardown().broken(); }
@@ -94,8 +93,8 @@ class NcclCommunicator : public Communicator {
  private:
   // The peers wait for this rank's part, which will never come.
   absl::Status Refuse(const absl::Status& status) {
-    const absl::Status broken = absl::DataLossError(
-        absl::StrCat("rank ", ep_rank(), " posted an invalid operation: ", status.message()));
+    const absl::Status broken =
+        absl::DataLossError(RankText(ep_rank(), "posted an invalid operation", status.message()));
     exchange_->teardown().Break(broken, broken);
     return status;
   }

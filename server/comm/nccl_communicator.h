@@ -28,11 +28,13 @@ struct NcclCommunicatorParams {
   RendezvousStore* store = nullptr;              // used during the call only
   absl::Time deadline = absl::InfiniteFuture();  // for the communicator to stand
   const std::atomic<bool>* cancelled = nullptr;  // as TcpMeshParams
-  // For one operation, from when it is the first of those that NCCL has been given, and for one
-  // call of NCCL or the device. Then the communicator is broken with DEADLINE_EXCEEDED.
+  // For NCCL to take one operation, for that to end, from when it is the first of those that NCCL
+  // has been given, and for one call of NCCL or the device. Then the communicator is broken with
+  // DEADLINE_EXCEEDED. At least a millisecond is taken.
   absl::Duration operation_timeout = absl::Seconds(30);
-  // NCCL's abort has this long to return, and what the device then still does; then the call that
-  // was being made has it, too.
+  // Once it is broken, a call that is being made has half of this to return, since it began; then
+  // NCCL's abort has all of it, with what the device then still does; then the call has as much
+  // again.
   absl::Duration abort_timeout = absl::Seconds(20);
   // Called, on a thread of the communicator's own, when they have not returned by then: the device
   // may write into any buffer of the epoch for ever, so the process must end (std::_Exit:

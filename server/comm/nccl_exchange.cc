@@ -210,20 +210,28 @@ bool NcclExchange::IssueFirst(Lock& lock) {
     return true;
   }
   agreeing_.pop_front();
-  if (issued_.empty()) teardown_.Watch(operation);
+  const bool is_first = issued_.empty();
   issued_.push_back(operation);
   lock.unlock();
+  teardown_.WatchGiving(operation);
   const absl::Status status = Issue(*operation);
+  teardown_.WatchGiving(nullptr);
+  if (is_first) teardown_.Watch(operation);
   if (!status.ok()) teardown_.Break(status, status);
   lock.lock();
   return true;
 }
 
+absl::Status NcclExchange::StatusOfCall(Result result, const char* call) {
+  if (absl::Status broken = teardown_.broken(); !broken.ok()) return broken;
+  return NcclStatus(functions_, result, params_.comm, call);
+}
+
 absl::Status NcclExchange::AskNccl(Result* result) {
   const absl::Status status = teardown_.Call([&] {
-    absl::Status asked = NcclStatus(functions_, functions_.CommGetAsyncError(params_.comm, result),
-                                    params_.comm, "ncclCommGetAsyncError");
-    asked.Update(NcclStatus(functions_, *result, params_.comm, "NCCL"));
+    absl::Status asked =
+        StatusOfCall(functions_.CommGetAsyncError(params_.comm, result), "ncclCommGetAsyncError");
+    asked.Update(StatusOfCall(*result, "NCCL"));
     return asked;
   });
   if (status.ok()) return status;
@@ -242,6 +250,8 @@ absl::Status NcclExchange::Issue(NcclOperation& operation) {
     passed = operation.completed;
   }
   // The caller's stream goes on, on the device; `done` follows when the host has seen it all end.
+  // Where nothing moves it may come before the device has passed the point: that is one of the
+  // caller's stream itself, which waits for nothing there, and no buffer is touched.
   if (operation.reached != nullptr) {
     operation.done.Place(functions_.MakePoint(params_.device_index, passed));
   }
@@ -260,14 +270,17 @@ absl::Status NcclExchange::GiveToNccl(NcclOperation& operation) {
   Result result = Result::kSuccess;
   status = teardown_.Call([&] {
     result = CallNccl(operation);
-    return NcclStatus(functions_, result, params_.comm, operation.ToString().c_str());
+    return StatusOfCall(result, operation.ToString().c_str());
   });
   // Only then is it on the stream.
+  const Clock::time_point called_at = Clock::now();
   while (status.ok() && result == Result::kInProgress) {
     status = AskNccl(&result);
     if (!status.ok() || result != Result::kInProgress) break;
     Lock lock(mutex_);
-    if (IsWhole()) changed_.wait_for(lock, kPollInterval);
+    if (!IsWhole()) continue;
+    const bool patient = Clock::now() - called_at > kPatientAfter;
+    changed_.wait_for(lock, patient ? kPatientPollInterval : kPollInterval);
   }
   if (!status.ok()) return status;
   return teardown_.Call(
@@ -298,19 +311,22 @@ NcclFunctions::Result NcclExchange::CallNccl(const NcclOperation& operation) {
   const auto add = [&result](Result added) {
     if (result == Result::kSuccess && added != Result::kInProgress) result = added;
   };
-  // Each rank begins with itself, so that not all send to rank 0 first.
-  for (int32_t i = 0; i < ep_size() && result == Result::kSuccess; ++i) {
+  // Each rank begins with itself, so that not all send to rank 0 first. A call that hung may come
+  // back after the abort, which has freed the communicator.
+  for (int32_t i = 0; i < ep_size() && result == Result::kSuccess && IsWhole(); ++i) {
     const int32_t to = (ep_rank() + i) % ep_size();
     const int32_t from = (ep_rank() + ep_size() - i) % ep_size();
     if (operation.send_bytes[to] > 0) {
       add(functions_.Send(operation.send + send_offsets[to], operation.send_bytes[to], to,
                           params_.comm, params_.stream));
     }
-    if (operation.receive_bytes[from] > 0) {
+    if (operation.receive_bytes[from] > 0 && IsWhole()) {
       add(functions_.Recv(operation.receive + receive_offsets[from], operation.receive_bytes[from],
                           from, params_.comm, params_.stream));
     }
   }
+  // The thread stays in the group, and makes no call of NCCL any more.
+  if (!IsWhole()) return result;
   // Also after an error: the thread would stay in the group.
   const Result ended = functions_.GroupEnd();
   return result == Result::kSuccess ? ended : result;

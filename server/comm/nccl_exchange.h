@@ -86,6 +86,9 @@ class NcclExchange : public std::enable_shared_from_this<NcclExchange> {
   absl::Status Issue(NcclOperation& operation);
   absl::Status GiveToNccl(NcclOperation& operation);
   Result CallNccl(const NcclOperation& operation);
+  // What a call of NCCL has answered, unless the exchange broke meanwhile: an abort may have freed
+  // the communicator, so nothing more can be asked of it.
+  absl::Status StatusOfCall(Result result, const char* call);
   absl::Status AskNccl(Result* result);
   absl::Status HasCompleted(const NcclOperation& operation, bool* completed);
   void FailPending(const absl::Status& broken);

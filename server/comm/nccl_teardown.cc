@@ -8,6 +8,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/base/steady_now.h"
+#include "server/ops/rank_text.h"
 #include "server/ops/start_thread.h"
 
 namespace expertmesh {
@@ -17,7 +18,10 @@ using Result = NcclFunctions::Result;
 
 // For the last bytes of a rank that leaves in peace.
 constexpr absl::Duration kFinalizeTimeout = absl::Seconds(2);
+constexpr absl::Duration kEndTimeout = absl::Seconds(4);
 constexpr std::chrono::microseconds kFinalizePollInterval(200);
+// A shorter one says nothing: threads take that long to wake.
+constexpr absl::Duration kLeastTimeout = absl::Milliseconds(1);
 
 std::chrono::nanoseconds ToChrono(absl::Duration duration) {
   return absl::ToChronoNanoseconds(std::clamp(duration, absl::ZeroDuration(), absl::Hours(1000)));
@@ -26,7 +30,8 @@ std::chrono::nanoseconds ToChrono(absl::Duration duration) {
 }  // namespace
 
 NcclTeardown::NcclTeardown(Params params)
-    : params_(std::move(params)), operation_timeout_(ToChrono(params_.operation_timeout)) {}
+    : params_(std::move(params)),
+      operation_timeout_(ToChrono(std::max(params_.operation_timeout, kLeastTimeout))) {}
 
 NcclTeardown::~NcclTeardown() = default;
 
@@ -84,13 +89,34 @@ void NcclTeardown::Watch(std::shared_ptr<const NcclOperation> operation) {
   watched_deadline_ = Clock::now() + operation_timeout_;
 }
 
+void NcclTeardown::WatchGiving(std::shared_ptr<const NcclOperation> operation) {
+  const Lock lock(mutex_);
+  const Clock::time_point now = Clock::now();
+  if (given_ != nullptr) watched_deadline_ += now - given_begun_;
+  given_ = std::move(operation);
+  given_begun_ = now;
+}
+
 NcclTeardown::Clock::time_point NcclTeardown::CheckDeadlines(Clock::time_point now) {
   Clock::time_point next = now + operation_timeout_;
   if (in_call_) next = std::min(next, call_begun_ + operation_timeout_);
-  if (watched_ != nullptr) next = std::min(next, watched_deadline_);
-  if (next > now) return next;
-  std::string message = absl::StrCat("rank ", params_.ep_rank, " waited in vain for the end of ",
-                                     watched_ == nullptr ? "a call" : watched_->ToString());
+  if (given_ != nullptr) {
+    next = std::min(next, given_begun_ + operation_timeout_);
+  } else if (watched_ != nullptr) {
+    next = std::min(next, watched_deadline_);
+  }
+  if (next > now) {
+    if (given_ == nullptr || watched_ == nullptr) return next;
+    // What is left to that one when the giving is over.
+    const auto left = std::max<Clock::duration>(watched_deadline_ - given_begun_,
+                                                absl::ToChronoNanoseconds(kLeastTimeout));
+    return std::min(next, now + left);
+  }
+  std::string message =
+      given_ != nullptr ? absl::StrCat("rank ", params_.ep_rank, ": NCCL has not taken ",
+                                       given_->ToString(), " in time")
+                        : absl::StrCat("rank ", params_.ep_rank, " waited in vain for the end of ",
+                                       watched_ == nullptr ? "a call" : watched_->ToString());
   if (in_call_) {
     absl::StrAppend(&message, "; it is in a call of NCCL or the device since ",
                     absl::FormatDuration(absl::FromChrono(now - call_begun_)));
@@ -145,17 +171,23 @@ void NcclTeardown::TearDown(const absl::Status& reason_for_peers) {
       params_.abort_timeout);
   const bool is_over = is_aborted && WaitForCall(Clock::now() + ToChrono(params_.abort_timeout));
   absl::Status broken;
+  bool end_hangs;
   {
     const Lock lock(mutex_);
     broken = broken_;
+    end_hangs = end_hangs_;
     left_behind_ = !is_over;
   }
   if (!is_over) {
-    const absl::Status stuck = absl::DeadlineExceededError(
-        absl::StrCat(is_aborted ? "a call of NCCL or the device" : "ncclCommAbort", " of rank ",
-                     params_.ep_rank, " did not return within ",
-                     absl::FormatDuration(params_.abort_timeout), " after: ", broken.ToString()));
-    params_.on_stuck_abort(stuck);
+    const char* const call = is_aborted  ? "a call of NCCL or the device"
+                             : end_hangs ? "ncclCommFinalize or ncclCommDestroy"
+                                         : "ncclCommAbort";
+    const absl::Duration timeout = end_hangs ? kEndTimeout : params_.abort_timeout;
+    params_.on_stuck_abort(absl::DeadlineExceededError(
+        RankText(params_.ep_rank,
+                 absl::StrCat("is stuck: ", call, " did not return within ",
+                              absl::FormatDuration(timeout), " after"),
+                 broken)));
   }
   params_.on_torn_down(broken);
   const Lock lock(mutex_);
@@ -179,7 +211,11 @@ bool NcclTeardown::EndInPeace() {
           is_over->store(functions->CommDestroy(comm) == Result::kSuccess);
         }
       },
-      kFinalizeTimeout * 2);
+      kEndTimeout);
+  {
+    const Lock lock(mutex_);
+    end_hangs_ = !returned;
+  }
   return returned && is_over->load();
 }
 

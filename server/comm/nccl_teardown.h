@@ -61,6 +61,9 @@ class NcclTeardown {
   // From now on this one has operation_timeout to end, and the one before no longer has; null: none
   // is to end. Then it is broken with DEADLINE_EXCEEDED.
   void Watch(std::shared_ptr<const NcclOperation> operation);
+  // Likewise NCCL has operation_timeout to take this one; null: it has. Meanwhile the clock of the
+  // one that is to end stands still: nobody looks whether it has ended.
+  void WatchGiving(std::shared_ptr<const NcclOperation> operation);
 
   // Once, when the thread that issues has ended. Ends NCCL, in peace if it is asked to and nothing
   // is broken, and the thread. False when the device may still get to what it was given.
@@ -93,6 +96,9 @@ class NcclTeardown {
   Clock::time_point call_begun_;
   std::shared_ptr<const NcclOperation> watched_;
   Clock::time_point watched_deadline_;
+  std::shared_ptr<const NcclOperation> given_;
+  Clock::time_point given_begun_;
+  bool end_hangs_ = false;  // worker_ is still in EndInPeace
 
   std::unique_ptr<DeadlineWorker> worker_;  // ends NCCL
   std::thread thread_;

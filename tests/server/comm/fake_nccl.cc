@@ -97,6 +97,7 @@ struct FakeNccl::State {
   int64_t num_all_to_alls = 0;
   int64_t num_all_gathers = 0;
   int64_t num_sends = 0;
+  int64_t num_taken = 0;
   int64_t num_native_records = 0;
   bool native_callers = false;
 
@@ -283,6 +284,10 @@ int64_t FakeNccl::num_sends() const {
   const State::Lock lock(state_->mutex);
   return state_->num_sends;
 }
+int64_t FakeNccl::num_taken() const {
+  const State::Lock lock(state_->mutex);
+  return state_->num_taken;
+}
 int64_t FakeNccl::num_native_records() const {
   const State::Lock lock(state_->mutex);
   return state_->num_native_records;
@@ -292,7 +297,9 @@ void FakeNccl::TreatCallersAsDeviceStreams() {
   state_->native_callers = true;
 }
 
-std::string FakeNccl::ErrorText(Result result, Comm /*comm*/) {
+std::string FakeNccl::ErrorText(Result result, Comm comm) {
+  const State::Lock lock(state_->mutex);
+  if (comm != nullptr) state_->Find(comm, "ErrorText");
   return absl::StrCat("fake NCCL error ", static_cast<int32_t>(result));
 }
 
@@ -352,6 +359,7 @@ Result FakeNccl::CommGetAsyncError(Comm comm, Result* error) {
   if (found->polls_left > 0 && --found->polls_left > 0) return Result::kSuccess;
   *error = Result::kSuccess;
   const std::function<void()> enqueue = std::exchange(found->enqueue, nullptr);
+  if (enqueue != nullptr) ++state_->num_taken;
   lock.unlock();
   if (enqueue != nullptr) enqueue();
   return Result::kSuccess;

@@ -65,6 +65,7 @@ class FakeNccl : public NcclFunctions {
   int64_t num_all_to_alls() const;
   int64_t num_all_gathers() const;
   int64_t num_sends() const;
+  int64_t num_taken() const;  // groups that are no longer in progress
 
   // Callers' host streams are taken for the device's.
   void TreatCallersAsDeviceStreams();

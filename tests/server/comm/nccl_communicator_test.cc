@@ -396,7 +396,40 @@ TEST_F(NcclCommunicatorTest, ACallThatDoesNotReturnHasADeadline) {
     EXPECT_EQ(group_.nccl->num_live_comms(), 0);
     EXPECT_EQ(group_.nccl->num_live_streams(), 0);
     EXPECT_EQ(group_.nccl->num_live_events(), 0);
+    EXPECT_EQ(group_.nccl->misuses(), "");
     ++group_.epoch;
+  }
+}
+
+// Nobody looks whether the one before has ended: it is not the one to be named.
+TEST_F(NcclCommunicatorTest, WhatNcclDoesNotTakeIsNamed) {
+  group_.operation_timeout = absl::Seconds(2);
+  auto ranks = group_.Connect(1);
+  FakeNccl::Faults faults;
+  faults.operations_hang = true;
+  group_.nccl->SetFaults(0, faults);
+  const std::vector<int64_t> counts = {8};
+  std::vector<std::byte> buffers[4] = {std::vector<std::byte>(8), std::vector<std::byte>(8),
+                                       std::vector<std::byte>(8), std::vector<std::byte>(8)};
+  const std::unique_ptr<Stream> streams[] = {NewThreadedHostStream(), NewThreadedHostStream()};
+  for (int i = 0; i < 2; ++i) {
+    AllToAllVParams params;
+    params.tag.step = 71 + i;
+    params.send = buffers[2 * i].data();
+    params.send_bytes = counts;
+    params.receive = buffers[2 * i + 1].data();
+    params.receive_bytes = counts;
+    ASSERT_TRUE(ranks[0]->AllToAllV(params, *streams[i]).ok());
+    const absl::Time deadline = Soon();
+    while (group_.nccl->num_taken() == 0 && absl::Now() < deadline) std::this_thread::yield();
+    faults.enqueue_never_ends = true;
+    group_.nccl->SetFaults(0, faults);
+  }
+  for (const auto& stream : streams) {
+    const absl::Status status = stream->Wait(Soon());
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+    EXPECT_THAT(std::string(status.message()),
+                ::testing::ContainsRegex("rank 0: NCCL has not taken .* step 72 .* in time"));
   }
 }
 
