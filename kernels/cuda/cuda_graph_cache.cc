@@ -49,7 +49,6 @@ absl::Status CudaGraphCache::Launch(const CudaGraphKey& key, cudaStream_t stream
       const absl::Status launched =
           CudaStatus(cudaGraphLaunch(graph->exec, stream), "cudaGraphLaunch", device_index_);
       if (launched.ok()) {
-        ++counts_.graph_launches;
         absl::Status marked = CudaStatus(cudaEventRecord(graph->passed, stream),
                                          "cudaEventRecord behind a graph", device_index_);
         // Without its mark nobody would know when the graph may go.
@@ -60,16 +59,8 @@ absl::Status CudaGraphCache::Launch(const CudaGraphKey& key, cudaStream_t stream
       retired_.splice(retired_.end(), graphs_, graphs_.begin());
       Refuse(launched);
     }
-    ++counts_.plain_launches;
   }
   return launch(stream);
-}
-
-CudaGraphCache::Counts CudaGraphCache::counts() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Counts counts = counts_;
-  counts.graphs = static_cast<int64_t>(graphs_.size() + retired_.size());
-  return counts;
 }
 
 CudaGraphCache::Graph* CudaGraphCache::FindOrCapture(
@@ -88,11 +79,9 @@ CudaGraphCache::Graph* CudaGraphCache::FindOrCapture(
     Refuse(status);
     return nullptr;
   }
-  ++counts_.captures;
   graph.key = key;
   graphs_.push_front(std::move(graph));
   if (graphs_.size() > kMaxGraphs) {
-    ++counts_.evictions;
     retired_.splice(retired_.end(), graphs_, std::prev(graphs_.end()));
   }
   return &graphs_.front();

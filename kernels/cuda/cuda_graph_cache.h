@@ -62,15 +62,6 @@ class CudaGraphCache {
   absl::Status Launch(const CudaGraphKey& key, cudaStream_t stream,
                       absl::FunctionRef<absl::Status(cudaStream_t)> launch);
 
-  struct Counts {
-    int64_t plain_launches = 0;
-    int64_t graph_launches = 0;
-    int64_t captures = 0;  // that gave a graph
-    int64_t evictions = 0;
-    int64_t graphs = 0;  // alive, those that only wait to be destroyed included
-  };
-  Counts counts() const;
-
  private:
   struct Graph {
     CudaGraphKey key;
@@ -95,7 +86,6 @@ class CudaGraphCache {
   std::list<Graph> retired_;       // the device may not have passed them yet
   std::deque<CudaGraphKey> seen_;  // once
   bool captures_ = true;
-  Counts counts_;
 };
 
 }  // namespace expertmesh
