@@ -44,10 +44,11 @@ absl::Status CudaGraphCache::Launch(const CudaGraphKey& key, cudaStream_t stream
                                     absl::FunctionRef<absl::Status(cudaStream_t)> launch) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (!retired_.empty()) DestroyPassed();
     Graph* const graph = FindOrCapture(key, stream, launch);
     if (graph != nullptr) {
-      const absl::Status launched =
-          CudaStatus(cudaGraphLaunch(graph->exec, stream), "cudaGraphLaunch", device_index_);
+      const cudaError_t error = cudaGraphLaunch(graph->exec, stream);
+      const absl::Status launched = CudaStatus(error, "cudaGraphLaunch", device_index_);
       if (launched.ok()) {
         absl::Status marked = CudaStatus(cudaEventRecord(graph->passed, stream),
                                          "cudaEventRecord behind a graph", device_index_);
@@ -57,7 +58,8 @@ absl::Status CudaGraphCache::Launch(const CudaGraphKey& key, cudaStream_t stream
       }
       // Front: FindOrCapture put it there.
       retired_.splice(retired_.end(), graphs_, graphs_.begin());
-      Refuse(launched);
+      if (IsStickyCudaError(error)) return launched;
+      TakeError(launched);
     }
   }
   return launch(stream);
@@ -72,11 +74,17 @@ CudaGraphCache::Graph* CudaGraphCache::FindOrCapture(
     graphs_.splice(graphs_.begin(), graphs_, found);
     return &graphs_.front();
   }
+  if (pause_ > 0) {
+    --pause_;
+    return nullptr;
+  }
   if (!captures_ || !WasSeen(key)) return nullptr;
-  DestroyPassed();
   Graph graph;
   if (const absl::Status status = Capture(stream, launch, graph); !status.ok()) {
-    Refuse(status);
+    // A lost device answers everything so: the launch without a graph says it.
+    const bool is_lost = IsStickyCudaError(cudaStreamQuery(stream));
+    static_cast<void>(cudaGetLastError());
+    if (!is_lost) TakeError(status);
     return nullptr;
   }
   graph.key = key;
@@ -123,7 +131,15 @@ absl::Status CudaGraphCache::Capture(cudaStream_t stream,
   return status;
 }
 
-void CudaGraphCache::Refuse(const absl::Status& error) {
+void CudaGraphCache::TakeError(const absl::Status& error) {
+  if (absl::IsResourceExhausted(error)) {
+    pause_ = kPauseLaunches;
+    const size_t num_kept = graphs_.size() / 2;
+    while (graphs_.size() > num_kept) {
+      retired_.splice(retired_.end(), graphs_, std::prev(graphs_.end()));
+    }
+    return;
+  }
   captures_ = false;
   seen_.clear();
   if (errors_ != nullptr) errors_->Add(error);

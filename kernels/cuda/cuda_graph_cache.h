@@ -41,13 +41,18 @@ class CudaGraphErrors {
 //   bounds     the kMaxGraphs graphs that were used last; the kMaxSeen keys that were seen once
 //   last lifetime   a graph is destroyed when the device has passed its last launch, which an event
 //              behind each launch tells; destruction of the cache waits for that
-//   errors     a capture that fails makes the cache capture no more. Launches without a graph go on
-//              as before; so do graphs that it has, until one cannot be launched
+//   errors     launches without a graph go on as before, and so do graphs that it has, until one
+//              cannot be launched. Without memory for a graph it gives up half of those it has and
+//              captures again some launches later. Another error makes it capture no more. That of
+//              a lost device is the launch's own
 // Thread safe: launches of different streams may come at once, those of one stream one at a time.
 class CudaGraphCache {
  public:
-  static constexpr size_t kMaxGraphs = 32;
-  static constexpr size_t kMaxSeen = 32;
+  // Each layer has a cache: for two lanes and a few sizes of a step.
+  static constexpr size_t kMaxGraphs = 8;
+  static constexpr size_t kMaxSeen = 16;
+  // Without a graph, before it captures again after it had no memory.
+  static constexpr int64_t kPauseLaunches = 64;
 
   // `errors` may be null.
   CudaGraphCache(int32_t device_index, std::shared_ptr<CudaGraphErrors> errors);
@@ -75,7 +80,7 @@ class CudaGraphCache {
   bool WasSeen(const CudaGraphKey& key);
   absl::Status Capture(cudaStream_t stream, absl::FunctionRef<absl::Status(cudaStream_t)> launch,
                        Graph& graph) const;
-  void Refuse(const absl::Status& error);
+  void TakeError(const absl::Status& error);
   void DestroyPassed();
   static void Destroy(Graph& graph);
 
@@ -86,6 +91,7 @@ class CudaGraphCache {
   std::list<Graph> retired_;       // the device may not have passed them yet
   std::deque<CudaGraphKey> seen_;  // once
   bool captures_ = true;
+  int64_t pause_ = 0;  // launches without a graph until it captures again
 };
 
 }  // namespace expertmesh

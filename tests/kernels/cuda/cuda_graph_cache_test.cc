@@ -210,7 +210,7 @@ TEST_F(CudaGraphCacheTest, WithoutACaptureLaunchesGoOn) {
         EXPECT_TRUE(status.ok()) << status;
       };
       for (const uint64_t key : {1, 1, 2}) launch(key);
-      FailEmulatedCall(function, cudaErrorMemoryAllocation);
+      FailEmulatedCall(function, cudaErrorNotSupported);
       for (const uint64_t key : {2, 2, 1, 3, 3, 3}) launch(key);
       EXPECT_EQ(Graphs(), 1);
       EXPECT_EQ(GraphLaunches() - launches_before, 2);
@@ -218,12 +218,77 @@ TEST_F(CudaGraphCacheTest, WithoutACaptureLaunchesGoOn) {
     }
     Wait();
     EXPECT_EQ(num_told, 1);
-    EXPECT_EQ(errors->first().code(), absl::StatusCode::kResourceExhausted);
+    EXPECT_EQ(errors->first().code(), absl::StatusCode::kInternal);
     errors->Add(absl::InternalError("another"));
     EXPECT_EQ(num_told, 1);
     launches.ExpectDone({1, 1, 2, 2, 2, 1, 3, 3, 3});
   }
 }
+
+TEST_F(CudaGraphCacheTest, WithoutMemoryItGivesUpGraphsAndTriesAgain) {
+  constexpr uint64_t kNew = 100;
+  constexpr int64_t kBefore = 6;
+  for (const char* function : {"cudaStreamBeginCapture", "cudaStreamEndCapture",
+                               "cudaEventCreateWithFlags", "cudaGraphInstantiate"}) {
+    SCOPED_TRACE(function);
+    CudaGraphCache cache(0, errors_);
+    Launches launches;
+    std::vector<uint64_t> keys;
+    const auto launch = [&](uint64_t key) {
+      const absl::Status status = launches.Launch(cache, key, stream_.get());
+      EXPECT_TRUE(status.ok()) << status;
+      keys.push_back(key);
+    };
+    for (uint64_t key = 0; key < kBefore; ++key) {
+      for (int i = 0; i < 2; ++i) launch(key);
+    }
+    launch(kNew);
+    FailEmulatedCall(function, cudaErrorMemoryAllocation);
+    launch(kNew);
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+    // The device has to pass them first.
+    EXPECT_EQ(Graphs(), kBefore);
+    Wait();
+    launch(kBefore - 1);
+    EXPECT_EQ(Graphs(), kBefore / 2);
+    for (int64_t i = 0; i < CudaGraphCache::kPauseLaunches; ++i) launch(kNew);
+    EXPECT_EQ(Graphs(), kBefore / 2);
+    for (int i = 0; i < 3; ++i) launch(kNew);
+    EXPECT_EQ(Graphs(), kBefore / 2 + 1);
+    Wait();
+    launches.ExpectDone(keys);
+  }
+  EXPECT_TRUE(errors_->first().ok()) << errors_->first();
+}
+
+TEST_F(CudaGraphCacheTest, RetiredGraphsGoWhenNothingIsCapturedAnyMore) {
+  for (int i = 0; i < 3; ++i) Launch(1);
+  Launch(2);
+  FailEmulatedCall("cudaGraphLaunch", cudaErrorNotSupported);
+  Launch(1);
+  EXPECT_EQ(CountEmulatedCuda().graph_execs, 1);
+  Wait();
+  Launch(2);
+  EXPECT_EQ(CountEmulatedCuda().graph_execs, 0);
+  EXPECT_EQ(CountEmulatedCuda().events, 0);
+}
+
+class CudaGraphCacheLossTest : public CudaGraphCacheTest,
+                               public testing::WithParamInterface<const char*> {};
+
+// Its steps tell of it, and not that there are no graphs.
+TEST_P(CudaGraphCacheLossTest, ALostDeviceIsNoErrorOfGraphs) {
+  Launch(1);
+  FailEmulatedCall(GetParam(), cudaErrorIllegalAddress);
+  const absl::Status status = launches_.Launch(*cache_, 1, stream_.get());
+  EXPECT_THAT(std::string(status.message()), HasSubstr("the process must be restarted"));
+  EXPECT_TRUE(errors_->first().ok()) << errors_->first();
+  stream_.ExpectError(cudaErrorIllegalAddress);
+}
+
+INSTANTIATE_TEST_SUITE_P(Calls, CudaGraphCacheLossTest,
+                         testing::Values("cudaStreamBeginCapture", "cudaStreamEndCapture",
+                                         "cudaGraphInstantiate", "cudaGraphLaunch"));
 
 TEST_F(CudaGraphCacheTest, WhatNoGraphMayHoldIsLaunchedWithoutOne) {
   launches_.Also([] {
@@ -244,7 +309,7 @@ TEST_F(CudaGraphCacheTest, WhatNoGraphMayHoldIsLaunchedWithoutOne) {
 
 TEST_F(CudaGraphCacheTest, AGraphThatCannotBeLaunchedIsLaunchedWithoutOne) {
   for (int i = 0; i < 3; ++i) Launch(1);
-  FailEmulatedCall("cudaGraphLaunch", cudaErrorMemoryAllocation);
+  FailEmulatedCall("cudaGraphLaunch", cudaErrorNotSupported);
   for (int i = 0; i < 3; ++i) Launch(1);
   EXPECT_EQ(GraphLaunches(), 2);
   EXPECT_THAT(std::string(errors_->first().message()), HasSubstr("cudaGraphLaunch"));
@@ -286,7 +351,7 @@ TEST_F(CudaGraphCacheTest, StreamsShareTheCache) {
       EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
       for (uint64_t i = 0; i < kRounds; ++i) {
         const absl::Status status =
-            launches[lane].Launch(*cache_, 100 * lane + i % 20, streams[lane].get());
+            launches[lane].Launch(*cache_, 100 * lane + i % 6, streams[lane].get());
         EXPECT_TRUE(status.ok()) << status;
       }
       EXPECT_EQ(cudaStreamSynchronize(streams[lane].get()), cudaSuccess);
@@ -295,7 +360,7 @@ TEST_F(CudaGraphCacheTest, StreamsShareTheCache) {
   for (std::thread& lane : lanes) lane.join();
   for (uint64_t lane = 0; lane < 2; ++lane) {
     std::vector<uint64_t> expected;
-    for (uint64_t i = 0; i < kRounds; ++i) expected.push_back(100 * lane + i % 20);
+    for (uint64_t i = 0; i < kRounds; ++i) expected.push_back(100 * lane + i % 6);
     launches[lane].ExpectDone(expected);
   }
   EXPECT_TRUE(errors_->first().ok()) << errors_->first();

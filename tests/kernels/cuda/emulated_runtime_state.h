@@ -105,6 +105,8 @@ class EmulatedRuntime {
     if (found == call_failures.end() || found->second.num_successes-- > 0) return cudaSuccess;
     const cudaError_t error = found->second.error;
     call_failures.erase(found);
+    // Of those that are sticky.
+    if (error == cudaErrorIllegalAddress) Break(error);
     return error;
   }
 
