@@ -379,6 +379,7 @@ TEST_F(NcclCommunicatorTest, WhatNeverEndsHasADeadline) {
 // The thread that issues is no clock while it is inside a call.
 TEST_F(NcclCommunicatorTest, ACallThatDoesNotReturnHasADeadline) {
   group_.operation_timeout = absl::Seconds(1);
+  group_.abort_timeout = absl::Seconds(5);
   for (const bool is_query : {false, true}) {
     group_.nccl = std::make_shared<FakeNccl>();
     auto ranks = group_.Connect(1);
