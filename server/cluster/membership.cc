@@ -7,6 +7,7 @@
 #include "absl/types/span.h"
 #include "server/ops/call_error.h"
 #include "server/ops/duration_text.h"
+#include "server/ops/epoch_end_text.h"
 #include "server/ops/rank_text.h"
 #include "server/ops/shown_text.h"
 
@@ -281,7 +282,7 @@ void Membership::Remove(int32_t ep_rank, const absl::Status& reason, bool has_le
   actions_.push_back(std::move(action));
   if (was_in_epoch) {
     End(CallError(ErrorReason::kStepLost, has_left
-                                              ? absl::StrCat("rank ", ep_rank, " left")
+                                              ? RankLeftText(ep_rank)
                                               : RankText(ep_rank, "was lost", reason.message())));
   }
 }
@@ -433,6 +434,11 @@ std::vector<MemberView> Membership::View() const {
     } else if (now < visitor.refused_at + kRefusalShownFor) {
       view.state = MemberState::kRefused;
       view.why = visitor.refused_why;
+      // A stranger must not hide it.
+      if (!visitor.lost_why.empty() && !visitor.has_left) {
+        absl::StrAppend(&view.why,
+                        "; before that it was lost: ", ShownText(visitor.lost_why, kMaxWhyBytes));
+      }
       view.why_age = now - visitor.refused_at;
     } else if (!visitor.lost_why.empty()) {
       view.state = visitor.has_left ? MemberState::kLeft : MemberState::kLost;

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/base/host_buffer_pool.h"
 #include "server/ops/call_error.h"
+#include "server/ops/epoch_end_text.h"
 #include "server/ops/logging.h"
 #include "server/ops/start_thread.h"
 
@@ -23,9 +24,7 @@ uint64_t NewIncarnation() {
   return incarnation;
 }
 
-absl::Status StopReason() {
-  return CallError(ErrorReason::kDraining, "the control plane is stopping");
-}
+absl::Status StopReason() { return CallError(ErrorReason::kDraining, kControlPlaneStops); }
 
 }  // namespace
 

@@ -11,6 +11,7 @@
 #include "server/comm/nccl_communicator.h"
 #include "server/comm/tcp_communicator.h"
 #include "server/ops/call_error.h"
+#include "server/ops/epoch_end_text.h"
 #include "server/ops/logging.h"
 #include "server/ops/rank_text.h"
 #include "server/rpc/expert_rank_impl.h"
@@ -76,7 +77,8 @@ void ExpertRank::Impl::Obey(const v1::RunStepsResponse& command,
   } else if (command.has_epoch_end()) {
     const v1::EpochEnd& end = command.epoch_end();
     if (epoch == end.epoch()) {
-      LogWarning("its epoch ended", {{"epoch", end.epoch()}, {"why", end.reason()}});
+      Log(IsWantedEpochEnd(end.reason()) ? LogLevel::kInfo : LogLevel::kWarning, "its epoch ended",
+          {{"epoch", end.epoch()}, {"why", end.reason()}});
     }
     const absl::Time begun = SteadyNow();
     DropEpoch(absl::UnavailableError(end.reason()));

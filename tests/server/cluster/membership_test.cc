@@ -11,11 +11,13 @@
 #include <utility>
 
 #include "server/ops/call_error.h"
+#include "server/ops/epoch_end_text.h"
 #include "tests/server/control/fake_clock.h"
 
 namespace expertmesh {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
@@ -303,6 +305,9 @@ TEST(MembershipTest, ARefusedRankIsShownUntilItsPlaceIsTakenOrForAWhile) {
   group.clock.Advance(absl::Seconds(1));
   ASSERT_FALSE(membership.Join(wrong).ok());
   EXPECT_EQ(membership.View()[1].state, MemberState::kRefused);
+  EXPECT_THAT(membership.View()[1].why,
+              AllOf(HasSubstr("fingerprint beef"),
+                    HasSubstr("; before that it was lost: its stream ended")));
   group.clock.Advance(absl::Minutes(10));
   EXPECT_EQ(membership.View()[1].state, MemberState::kLost);
 
@@ -319,6 +324,28 @@ TEST(MembershipTest, ARefusedRankIsShownUntilItsPlaceIsTakenOrForAWhile) {
   view = membership.View()[1];
   EXPECT_THAT(view.why, StartsWith("?[2Jxxx"));
   EXPECT_LE(view.why.size(), 1024u);
+}
+
+// A rank hears of the reason alone, and tells by it.
+TEST(MembershipTest, AnEpochsReasonTellsALeaveFromALoss) {
+  for (const bool leaves : {true, false}) {
+    Group group(2, 6);
+    const std::vector<uint64_t> ids = group.Stand();
+    static_cast<void>(group.membership().TakeActions());
+    if (leaves) {
+      group.membership().Leave(ids[1]);
+    } else {
+      group.membership().Lose(ids[1], absl::UnavailableError("its stream ended"));
+    }
+    int num_ends = 0;
+    for (const MembershipAction& action : group.membership().TakeActions()) {
+      if (action.kind != MembershipAction::Kind::kEndEpoch) continue;
+      ++num_ends;
+      EXPECT_EQ(IsWantedEpochEnd(action.reason.message()), leaves) << action.reason;
+    }
+    EXPECT_EQ(num_ends, 1);
+  }
+  EXPECT_TRUE(IsWantedEpochEnd(kControlPlaneStops));
 }
 
 TEST(MembershipTest, TheNextEpochWaitsForEverySurvivorsTeardown) {
