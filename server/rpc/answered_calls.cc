@@ -44,17 +44,22 @@ void AnsweredCalls::Count(const AnsweredCall& call) {
   }
   // Whatever the answer: those that came between two lines are told of when nothing fails any more.
   if (!has_untold_.load(std::memory_order_relaxed)) return;
-  Tell(LogLevel::kError);
-  Tell(LogLevel::kWarning);
+  Tell(LogLevel::kError, kInterval);
+  Tell(LogLevel::kWarning, kInterval);
 }
 
-void AnsweredCalls::Tell(LogLevel level) {
+AnsweredCalls::~AnsweredCalls() {
+  Tell(LogLevel::kError, absl::ZeroDuration());
+  Tell(LogLevel::kWarning, absl::ZeroDuration());
+}
+
+void AnsweredCalls::Tell(LogLevel level, absl::Duration interval) {
   Failures told;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     Failures& failures = level == LogLevel::kError ? internal_ : unavailable_;
     const absl::Time now = clock_.Now();
-    if (failures.num_calls == 0 || now < failures.told_at + kInterval) return;
+    if (failures.num_calls == 0 || now < failures.told_at + interval) return;
     told = std::exchange(failures, Failures{.told_at = now});
     has_untold_.store(internal_.num_calls + unavailable_.num_calls > 0, std::memory_order_relaxed);
   }

@@ -30,8 +30,9 @@ struct AnsweredCall {
 
 // Counts what is answered and tells the log. Of calls that fail through the server's own doing
 // (INTERNAL; UNAVAILABLE but for DRAINING) an operator is to see that they do, and not a line for
-// each: a line at once, then at most one every kInterval, which says how many there were. Thread
-// safe; blocks as long as stderr does.
+// each: a line at once, then at most one every kInterval, which says how many there were. Those of
+// after a line are told of when a call is answered, or by the end of this object. Thread safe;
+// blocks as long as stderr does.
 class AnsweredCalls {
  public:
   static constexpr absl::Duration kInterval = absl::Seconds(5);
@@ -39,6 +40,9 @@ class AnsweredCalls {
   // Both outlive this object.
   explicit AnsweredCalls(const ServerMetrics* metrics, const Clock* clock = SteadyClock())
       : metrics_(*metrics), clock_(*clock) {}
+  ~AnsweredCalls();
+  AnsweredCalls(const AnsweredCalls&) = delete;
+  AnsweredCalls& operator=(const AnsweredCalls&) = delete;
 
   // Also takes the call from those in flight.
   void Count(const AnsweredCall& call);
@@ -53,7 +57,7 @@ class AnsweredCalls {
     absl::Time told_at = absl::InfinitePast();
   };
 
-  void Tell(LogLevel level);
+  void Tell(LogLevel level, absl::Duration interval);
 
   const ServerMetrics& metrics_;
   const Clock& clock_;

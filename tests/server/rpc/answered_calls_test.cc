@@ -58,6 +58,21 @@ TEST_F(AnsweredCallsTest, TheRestIsToldWhenCallsAreAnsweredAgain) {
   EXPECT_EQ(Count(absl::OkStatus(), absl::StatusCode::kOk), "");
 }
 
+TEST_F(AnsweredCallsTest, TheRestIsToldWhenNoCallComesAnyMore) {
+  testing::internal::CaptureStderr();
+  {
+    AnsweredCalls calls(&metrics_, &clock_);
+    const absl::Status lost = CallError(ErrorReason::kStepLost, "rank 1 is gone");
+    for (int i = 0; i < 3; ++i) {
+      calls.Count({.status = lost, .code = absl::StatusCode::kUnavailable});
+    }
+  }
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_THAT(log, HasSubstr("calls=1 "));
+  EXPECT_THAT(log, HasSubstr("calls=2 "));
+  EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 2);
+}
+
 TEST_F(AnsweredCallsTest, DefectsAreErrorsThatOthersDoNotHide) {
   EXPECT_NE(Lost(), "");
   const absl::Status defect = absl::NotFoundError("a defect");
