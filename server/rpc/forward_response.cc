@@ -9,13 +9,19 @@
 namespace expertmesh {
 namespace {
 
-void FillServedBy(const ForwardAnswerInfo& info, const ServingBackend& backend,
+void FillServedBy(const ForwardAnswerInfo& info, const ServingBackend& backend, uint64_t epoch,
                   v1::ServedBy* served_by) {
-  served_by->set_incarnation(backend.group->incarnation());
-  served_by->set_epoch(backend.group->epoch());
-  served_by->set_ep_size(backend.group->ep_size());
-  served_by->set_instruction_set(backend.group->instruction_set());
-  served_by->set_weight_dtype(DTypeToWire(backend.group->weight_dtype(info.model->name)));
+  const ExpertGroup& group = *backend.group;
+  served_by->set_incarnation(group.incarnation());
+  served_by->set_epoch(epoch);
+  served_by->set_ep_size(group.ep_size());
+  const std::string instruction_set = group.instruction_set();
+  const DType weight_dtype = group.weight_dtype(info.model->name);
+  // Asked for after those: the next epoch's ranks may be others.
+  if (!group.is_remote() || group.epoch() == epoch) {
+    served_by->set_instruction_set(instruction_set);
+    served_by->set_weight_dtype(DTypeToWire(weight_dtype));
+  }
   served_by->set_fingerprint(info.model->fingerprint);
   served_by->set_placement_fingerprint(backend.placement_fingerprints.at(info.model));
 }
@@ -87,10 +93,10 @@ absl::StatusOr<grpc::ByteBuffer> EncodeAnswer(const ForwardAnswerInfo& info,
   v1::ForwardResponse header;
   header.set_request_id(info.request_id);
   v1::ServedBy* served_by = header.mutable_served_by();
-  FillServedBy(info, backend, served_by);
-  if (result.stats.num_steps > 0) {
+  const bool has_steps = result.stats.num_steps > 0;
+  FillServedBy(info, backend, has_steps ? result.epoch : backend.group->epoch(), served_by);
+  if (has_steps) {
     served_by->set_incarnation(result.incarnation);
-    served_by->set_epoch(result.epoch);
     served_by->set_step(result.last_step);
     served_by->set_num_steps(result.stats.num_steps);
     served_by->set_strategy(DispatchModeToWire(result.strategy));
@@ -121,7 +127,7 @@ absl::StatusOr<grpc::ByteBuffer> EncodeValidated(const ForwardAnswerInfo& info,
                                                  std::optional<uint64_t> stream_seq) {
   v1::ForwardResponse header;
   header.set_request_id(info.request_id);
-  FillServedBy(info, backend, header.mutable_served_by());
+  FillServedBy(info, backend, backend.group->epoch(), header.mutable_served_by());
   return Encode(stream_seq, header, nullptr);
 }
 

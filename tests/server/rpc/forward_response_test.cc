@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "expertmesh/v1/expert_service.pb.h"
-#include "grpcpp/impl/codegen/proto_utils.h"
+#include "grpcpp/support/proto_buffer_reader.h"
 #include "kernels/base/host_buffer_pool.h"
 #include "server/cluster/expert_group.h"
 
@@ -55,8 +55,8 @@ v1::ServedBy ServedByOf(uint64_t step_epoch, uint64_t epoch_now) {
       EncodeAnswer(info, backend, std::move(result), absl::ZeroDuration(), &pool);
   EXPECT_TRUE(answer.ok()) << answer.status();
   v1::ForwardResponse response;
-  EXPECT_TRUE(
-      grpc::SerializationTraits<v1::ForwardResponse>::Deserialize(&*answer, &response).ok());
+  grpc::ProtoBufferReader reader(&*answer);
+  EXPECT_TRUE(response.ParseFromZeroCopyStream(&reader));
   return response.served_by();
 }
 
