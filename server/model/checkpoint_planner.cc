@@ -1,7 +1,9 @@
 #include "server/model/checkpoint_planner.h"
 
 #include <cstring>
+#include <memory>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
@@ -112,21 +114,23 @@ void CheckpointPlanner::AddMatrix(const std::string& name, int64_t rows, int64_t
     if (!data.ok()) return data.status();
     return QuantizeFp8Blocks(*data, dtype, rows, cols, block);
   };
-  Add(name, DType::kFloat8E4M3, {rows, cols}, [quantize](SafetensorsWriter& writer) {
-    const absl::StatusOr<QuantizedFp8Blocks> quantized = quantize();
-    return quantized.ok() ? writer.Append(quantized->values) : quantized.status();
+  // The scales come behind the values.
+  const auto scales = std::make_shared<std::vector<float>>();
+  Add(name, DType::kFloat8E4M3, {rows, cols}, [quantize, scales](SafetensorsWriter& writer) {
+    absl::StatusOr<QuantizedFp8Blocks> quantized = quantize();
+    if (!quantized.ok()) return quantized.status();
+    *scales = std::move(quantized->scales);
+    return writer.Append(quantized->values);
   });
   const auto num_blocks = [block = config_.fp8_block_rows](int64_t size) {
     return (size + block - 1) / block;
   };
   Add(absl::StrCat(name, "_scale_inv"), DType::kFloat32, {num_blocks(rows), num_blocks(cols)},
-      [quantize, done = std::move(done)](SafetensorsWriter& writer) {
-        const absl::StatusOr<QuantizedFp8Blocks> quantized = quantize();
-        if (!quantized.ok()) return quantized.status();
+      [scales, done = std::move(done)](SafetensorsWriter& writer) {
         done();
-        return writer.Append(
-            absl::MakeConstSpan(reinterpret_cast<const std::byte*>(quantized->scales.data()),
-                                quantized->scales.size() * sizeof(float)));
+        const std::vector<float> written = std::move(*scales);
+        return writer.Append(absl::MakeConstSpan(reinterpret_cast<const std::byte*>(written.data()),
+                                                 written.size() * sizeof(float)));
       });
 }
 
