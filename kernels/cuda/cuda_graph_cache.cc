@@ -21,11 +21,6 @@ void CudaGraphErrors::Add(const absl::Status& error) {
   if (listener_ != nullptr) listener_(first_);
 }
 
-absl::Status CudaGraphErrors::first() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return first_;
-}
-
 CudaGraphCache::CudaGraphCache(int32_t device_index, std::shared_ptr<CudaGraphErrors> errors)
     : device_index_(device_index), errors_(std::move(errors)) {}
 

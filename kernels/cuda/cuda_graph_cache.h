@@ -27,10 +27,9 @@ class CudaGraphErrors {
   // Hears of the first error, whenever that was; on the thread that met it. Must not block.
   void SetListener(std::function<void(const absl::Status&)> listener);
   void Add(const absl::Status& error);
-  absl::Status first() const;  // OK: none so far
 
  private:
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::function<void(const absl::Status&)> listener_;
   absl::Status first_;
 };
