@@ -14,6 +14,7 @@
 #include "kernels/base/host_buffer_pool.h"
 #include "server/checkpoints.h"
 #include "server/cluster/memory_need.h"
+#include "server/comm/socket_address.h"
 #include "server/cuda_support.h"
 #include "server/model/placement.h"
 #include "server/ops/logging.h"
@@ -193,6 +194,10 @@ absl::Status ExpertServer::Impl::LoadExperts(const std::vector<ServedModel>& mod
 
 absl::Status ExpertServer::Load() {
   const ExpertServerOptions& options = impl_->options;
+  // Else every epoch would fail, for ever, once the weights are there.
+  if (absl::Status status = SocketAddress::CheckListen(options.bind_address); !status.ok()) {
+    return absl::Status(status.code(), absl::StrCat("--listen: ", status.message()));
+  }
   absl::StatusOr<std::vector<ServedModel>> models =
       OpenCheckpoints(options.models, options.architecture, options.fp8_weights);
   if (!models.ok()) return models.status();

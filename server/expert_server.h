@@ -44,7 +44,8 @@ class ExpertServer {
   explicit ExpertServer(ExpertServerOptions options);
   ~ExpertServer();
 
-  // Opens the checkpoints and loads this rank's experts. Blocking. Errors are for the user.
+  // Tries --listen, opens the checkpoints and loads this rank's experts. Blocking. Errors are for
+  // the user.
   absl::Status Load();
   // After Load: as ExpertRank::Run.
   absl::Status Run();

@@ -1,9 +1,12 @@
 #include "server/comm/socket_address.h"
 
 #include <arpa/inet.h>
+#include <errno.h>
 #include <netinet/in.h>
+#include <string.h>
 
 #include "absl/strings/str_cat.h"
+#include "server/comm/unique_fd.h"
 
 namespace expertmesh {
 
@@ -34,6 +37,17 @@ absl::StatusOr<SocketAddress> SocketAddress::Parse(const std::string& address, u
         absl::StrCat("'", address, "' means every network of this machine; name one address"));
   }
   return result;
+}
+
+absl::Status SocketAddress::CheckListen(const std::string& address) {
+  const absl::StatusOr<SocketAddress> parsed = Parse(address, 0);
+  if (!parsed.ok()) return parsed.status();
+  const UniqueFd listener(socket(parsed->family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (!listener.valid() || bind(listener.get(), parsed->data(), parsed->size()) != 0) {
+    return absl::UnavailableError(
+        absl::StrCat("cannot listen on ", address, ": ", strerror(errno)));
+  }
+  return absl::OkStatus();
 }
 
 SocketAddress SocketAddress::OfSocket(int fd) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
@@ -16,6 +17,9 @@ class SocketAddress {
  public:
   // INVALID_ARGUMENT for host names and wildcard addresses.
   static absl::StatusOr<SocketAddress> Parse(const std::string& address, uint16_t port);
+  // UNAVAILABLE, with what the system says, unless this machine may listen there now: for a flag,
+  // whose mistakes are to be found before anything long begins. Errors as Parse.
+  static absl::Status CheckListen(const std::string& address);
   static SocketAddress OfSocket(int fd);  // where it is bound; fd must be a socket
 
   SocketAddress() = default;

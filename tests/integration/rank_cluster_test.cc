@@ -171,6 +171,15 @@ TEST(RankClusterTest, RefusedRanksSayWhyAndTheGroupIsUnharmed) {
   EXPECT_EQ(misplaced->Wait(kPlenty).value_or(-1), 2);
   EXPECT_THAT(misplaced->Stderr(), HasSubstr("--advertise_address: 'nowhere' is not a numeric"));
 
+  // Of a network that exists in documents alone; found before the checkpoint is opened.
+  const auto elsewhere = cluster->StartExpertServer(
+      {"--checkpoint=/no/such/folder", "--ep_rank=1", "--ep_size=2", "--listen=203.0.113.7"});
+  ASSERT_NE(elsewhere, nullptr);
+  EXPECT_EQ(elsewhere->Wait(kPlenty).value_or(-1), 1);
+  EXPECT_THAT(elsewhere->Stderr(),
+              HasSubstr("cannot start: --listen: cannot listen on 203.0.113.7: Cannot assign "
+                        "requested address"));
+
   // The clients' port.
   auto astray = ServerProcess::Start(
       {.path = SiblingBinary("expertmesh-expert-server"),

@@ -18,5 +18,14 @@ TEST(SocketAddressTest, RefusesWhatMeansEveryNetworkAndNames) {
   }
 }
 
+TEST(SocketAddressTest, ListensOnlyOnAddressesOfThisMachine) {
+  EXPECT_TRUE(SocketAddress::CheckListen("127.0.0.1").ok());
+  EXPECT_EQ(SocketAddress::CheckListen("0.0.0.0").code(), absl::StatusCode::kInvalidArgument);
+  // Of a network that exists in documents alone.
+  const absl::Status status = SocketAddress::CheckListen("203.0.113.7");
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(status.message(), "cannot listen on 203.0.113.7: Cannot assign requested address");
+}
+
 }  // namespace
 }  // namespace expertmesh
