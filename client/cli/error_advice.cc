@@ -94,8 +94,8 @@ std::string Advice(const absl::Status& status, const std::optional<ServerErrorDe
       return "nothing answered there: is the server up, is --target right, does one side use TLS "
              "and the other not?";
     case absl::StatusCode::kDeadlineExceeded:
-      return "allow more time with --timeout, or see what keeps the server busy: `expertmesh "
-             "status`";
+      return "allow more time with --timeout, or see what keeps the server busy, or which rank it "
+             "misses: `expertmesh status`";
     case absl::StatusCode::kResourceExhausted:
       return TooLargeAdvice(status);
     case absl::StatusCode::kUnimplemented:

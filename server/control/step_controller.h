@@ -45,7 +45,8 @@ struct StepControllerOptions {
   int64_t min_lane_pairs_per_expert = 32;
   // Deadline of a call that brings none, and upper limit of those that do.
   absl::Duration max_deadline = absl::Seconds(300);
-  // How long before its deadline a call that waits for an epoch is told so; see LastAnswerTime.
+  // How long before its deadline a call that waits for an epoch is told so, at least; see
+  // LastAnswerTime.
   absl::Duration no_epoch_margin = absl::Milliseconds(50);
   // How often a missing epoch is asked for; NotifyEpochChanged is quicker.
   absl::Duration epoch_poll_interval = absl::Milliseconds(5);

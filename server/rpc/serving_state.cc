@@ -19,7 +19,7 @@ namespace {
 
 constexpr size_t kMaxWaiters = 4096;
 
-constexpr absl::Duration kAnswerMargin = absl::Milliseconds(50);
+constexpr absl::Duration kAnswerMargin = absl::Milliseconds(50);  // see LastAnswerTime
 
 absl::Status DrainingError() {
   return CallError(ErrorReason::kDraining, "this server is stopping; another one may answer");

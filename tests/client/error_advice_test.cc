@@ -77,5 +77,11 @@ TEST(ErrorAdviceTest, WhatTheReasonMeansAndWhenToTryAgain) {
   EXPECT_THAT(text, EndsWith("; the server advises to try again in 100ms"));
 }
 
+TEST(ErrorAdviceTest, WhatABareDeadlineMayHide) {
+  const std::string text = ErrorWithAdvice(absl::DeadlineExceededError("Deadline Exceeded"));
+  EXPECT_THAT(text, HasSubstr("--timeout"));
+  EXPECT_THAT(text, HasSubstr("which rank it misses: `expertmesh status`"));
+}
+
 }  // namespace
 }  // namespace expertmesh
