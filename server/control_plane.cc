@@ -1,122 +1,29 @@
-#include "server/control_plane.h"
-
-#include <unistd.h>
-
-#include <algorithm>
 #include <cstdlib>
 #include <limits>
-#include <mutex>
 
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/notification.h"
-#include "absl/time/clock.h"
-#include "grpcpp/impl/service_type.h"
 #include "kernels/base/steady_now.h"
-#include "server/checkpoints.h"
+#include "server/control_plane_impl.h"
 #include "server/model/checkpoint_weight_source.h"
-#include "server/ops/call_error.h"
 #include "server/ops/clock.h"
 #include "server/ops/listen_address.h"
 #include "server/ops/logging.h"
-#include "server/ops/metrics.h"
-#include "server/ops/server_metrics.h"
-#include "server/routing/router_table.h"
 #include "server/rpc/admin_service.h"
-#include "server/rpc/control_metrics.h"
 #include "server/rpc/expert_service.h"
-#include "server/rpc/forward_validation.h"
 #include "server/rpc/model_info.h"
 #include "server/rpc/placement_fingerprint.h"
 #include "server/rpc/rank_metrics.h"
 #include "server/rpc/rank_service.h"
-#include "server/rpc/serving_state.h"
 #include "server/served_experts.h"
 
 namespace expertmesh {
 namespace {
-
-// After drain_timeout, which the calls may have used up. With kTimeToSayGoodbye the longest that a
-// stop exceeds it.
-constexpr absl::Duration kTimeToSendAnswers = absl::Seconds(1);
-constexpr absl::Duration kLeastTimeToEndRanks = absl::Milliseconds(300);
-constexpr absl::Duration kMostTimeToEndRanks = absl::Seconds(5);
-// For gRPC to let go of its connections.
-constexpr absl::Duration kTimeToSayGoodbye = absl::Milliseconds(200);
 
 absl::Status Named(absl::string_view flag, const absl::Status& status) {
   return absl::Status(status.code(), absl::StrCat("--", flag, ": ", status.message()));
 }
 
 }  // namespace
-
-// What stands earlier in here outlives what stands later.
-struct ControlPlane::Impl {
-  explicit Impl(ControlPlaneOptions o)
-      : options(std::move(o)),
-        metrics(&registry),
-        control_metrics(&metrics),
-        state(options.controller.limits.max_bytes_in_flight),
-        streams(options.streams) {}
-  ~Impl() {
-    registry.SetRefresh(nullptr);
-    registry.SetCollector(nullptr);
-    state.StartDraining();
-    CloseRanks(SteadyNow());
-  }
-
-  absl::Status MakeGroup();
-  absl::Status ListenToRanks();
-  // Streams end, and with them steps in progress.
-  void CloseRanks(absl::Time deadline);
-  void OnEpoch(uint64_t epoch);
-  void MakeValidator();
-  absl::Status StartMetrics();
-  const GroupUsage& usage() const {
-    return local_group != nullptr ? local_group->usage() : remote_group->usage();
-  }
-  std::vector<MetricFamily> GroupMetrics() const;
-  absl::Status Listen();
-  void Serve();
-  void StopServing();
-  // Blocking. How many calls had to be cut off.
-  int64_t EndCalls(absl::Duration timeout);
-  // After EndCalls. Blocking.
-  void SendAnswersAndShutDown(absl::Time deadline);
-  // For AdminService.
-  absl::StatusOr<v1::DrainResponse> Drain(absl::Duration timeout);
-  v1::GetStatusResponse Status() const;
-  void FillRankStatus(bool loaded, v1::GetStatusResponse* response) const;
-
-  const absl::Time start_time = SteadyNow();
-  const ControlPlaneOptions options;
-  absl::Notification stop;
-  MetricsRegistry registry;
-  const ServerMetrics metrics;
-  std::unique_ptr<MetricsExposer> exposer;
-  ControlMetrics control_metrics;
-  std::vector<ServedModel> models;
-  RouterTable routers;
-  // One of them.
-  std::unique_ptr<LocalExpertGroup> local_group;
-  std::unique_ptr<RemoteExpertGroup> remote_group;
-  ExpertGroup* group = nullptr;
-  std::unique_ptr<grpc::Service> rank_service;
-  std::unique_ptr<GrpcServer> rank_server;
-  std::unique_ptr<ForwardValidator> validator;
-  std::unique_ptr<StepController> controller;
-  ServingState state;
-  ForwardStreamSet streams;
-  OpenCalls open_calls;
-  std::unique_ptr<grpc::Service> service;
-  std::unique_ptr<grpc::Service> admin;
-  std::string address;
-  std::shared_ptr<TlsWatch> tls;
-  // Between Start and a Stop that comes while it is loading.
-  std::mutex start_mutex;
-  bool is_serving = false;
-  bool is_stopping = false;  // readiness does not follow epochs any more
-  std::unique_ptr<GrpcServer> server;
-};
 
 absl::Status ControlPlane::Impl::MakeGroup() {
   if (options.rank_listen.empty()) {
@@ -164,12 +71,6 @@ absl::Status ControlPlane::Impl::ListenToRanks() {
   LogInfo(absl::StrCat("ranks dial ", AddressWithPort(options.rank_listen, rank_server->port())),
           {{"ep_size", group->ep_size()}});
   return WritePortFile(options.rank_port_file, rank_server->port());
-}
-
-void ControlPlane::Impl::CloseRanks(absl::Time deadline) {
-  if (remote_group == nullptr) return;
-  remote_group->Close();
-  if (rank_server != nullptr) rank_server->Shutdown(deadline);
 }
 
 void ControlPlane::Impl::OnEpoch(uint64_t epoch) {
@@ -308,49 +209,6 @@ void ControlPlane::Impl::Serve() {
            {"tls", !options.tls.empty()}});
 }
 
-void ControlPlane::Impl::StopServing() {
-  state.StartDraining();
-  const std::lock_guard<std::mutex> lock(start_mutex);
-  is_stopping = true;
-  server->SetServing(false);
-  metrics.ready.Set(0);
-}
-
-int64_t ControlPlane::Impl::EndCalls(absl::Duration timeout) {
-  const int64_t num_cut_off = controller->Drain(SteadyNow() + timeout);
-  if (num_cut_off > 0) {
-    LogWarning("calls were cut off: the drain's time was over", {{"calls", num_cut_off}});
-  }
-  return num_cut_off;
-}
-
-void ControlPlane::Impl::SendAnswersAndShutDown(absl::Time deadline) {
-  streams.EndAll();
-  const int64_t num_open = open_calls.AwaitNone(deadline);
-  if (num_open > 0) {
-    LogWarning("answers were cut off: their clients do not read them", {{"calls", num_open}});
-  }
-  server->AwaitSent(deadline);
-  server->EndConnections();
-  server->Shutdown(SteadyNow() + kTimeToSayGoodbye);
-}
-
-absl::StatusOr<v1::DrainResponse> ControlPlane::Impl::Drain(absl::Duration timeout) {
-  if (state.backend() == nullptr) {
-    return CallError(ErrorReason::kNoEpoch,
-                     "the experts are being loaded: there is nothing to drain; SIGTERM ends this "
-                     "process");
-  }
-  if (timeout == absl::ZeroDuration()) timeout = options.drain_timeout;
-  LogInfo("draining, as AdminService was asked to", {{"timeout", absl::FormatDuration(timeout)}});
-  StopServing();
-  v1::DrainResponse response;
-  response.set_num_requests_left(EndCalls(timeout));
-  response.set_complete(response.num_requests_left() == 0);
-  LogInfo("drained; SIGTERM ends this process");
-  return response;
-}
-
 v1::GetStatusResponse ControlPlane::Impl::Status() const {
   v1::GetStatusResponse response;
   // Null while loading; then there is no controller either.
@@ -405,33 +263,6 @@ absl::Status ControlPlane::Start() {
   for (ServedModel& model : impl_->models) model.source.reset();
   impl_->Serve();
   return impl_->remote_group == nullptr ? absl::OkStatus() : impl_->ListenToRanks();
-}
-
-void ControlPlane::Stop() {
-  impl_->state.StartDraining();
-  {
-    const std::lock_guard<std::mutex> lock(impl_->start_mutex);
-    if (!impl_->is_serving) {
-      if (impl_->server != nullptr) impl_->server->Shutdown(SteadyNow() + absl::Seconds(1));
-      LogInfo("stopped while loading");
-      _exit(0);
-    }
-  }
-  impl_->stop.Notify();
-}
-
-void ControlPlane::WaitForStopAndDrain() {
-  impl_->stop.WaitForNotification();
-  impl_->StopServing();
-  LogInfo("draining", {{"timeout", absl::FormatDuration(impl_->options.drain_timeout)},
-                       {"delay", absl::FormatDuration(impl_->options.drain_delay)}});
-  absl::SleepFor(impl_->options.drain_delay);
-  const absl::Time end = SteadyNow() + impl_->options.drain_timeout + kTimeToSendAnswers;
-  impl_->EndCalls(impl_->options.drain_timeout);
-  impl_->SendAnswersAndShutDown(end);
-  const absl::Time now = SteadyNow();
-  impl_->CloseRanks(now + std::clamp(end - now, kLeastTimeToEndRanks, kMostTimeToEndRanks));
-  LogInfo("stopped");
 }
 
 int64_t ControlPlane::num_open_calls() const { return impl_->open_calls.num_open(); }

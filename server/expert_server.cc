@@ -2,16 +2,13 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <map>
 #include <mutex>
-#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/base/checked_math.h"
-#include "kernels/base/host_buffer_pool.h"
 #include "server/checkpoints.h"
 #include "server/cluster/memory_need.h"
 #include "server/comm/socket_address.h"
@@ -26,13 +23,6 @@
 #include "server/rpc/tls_watch.h"
 
 namespace expertmesh {
-namespace {
-
-// Cores that must be left over for an idle thread to spin, and for how long it may.
-constexpr int kSpareCores = 2;
-constexpr int64_t kSpinMicros = 50;
-
-}  // namespace
 
 struct ExpertServer::Impl {
   explicit Impl(ExpertServerOptions o) : options(std::move(o)) {}
@@ -65,27 +55,16 @@ ExpertServer::ExpertServer(ExpertServerOptions options)
 ExpertServer::~ExpertServer() = default;
 
 absl::Status ExpertServer::Impl::MakeEngine() {
-  const int num_cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-  const int num_threads = options.num_threads > 0 ? options.num_threads : num_cores;
-  ParallelForOptions threads;
-  threads.num_threads = num_threads;
-  threads.spin_micros = num_cores - num_threads >= kSpareCores ? kSpinMicros : 0;
+  absl::StatusOr<std::unique_ptr<RankBackend>> backend = NewRankBackend(
+      {.device = options.device, .isa = options.isa, .num_threads = options.num_threads});
+  if (!backend.ok()) return backend.status();
+  if (options.device != nullptr) {
+    if (absl::Status status = OpenNccl(); !status.ok()) return status;
+  }
   RankEngineOptions engine_options;
   engine_options.ep_rank = options.ep_rank;
   engine_options.ep_size = options.ep_size;
-  if (options.device != nullptr) {
-    threads.spin_micros = 0;  // they pack weights; then they have nothing to do
-    engine_options.backend = NewCudaRankBackend(options.device, threads);
-    if (absl::Status status = OpenNccl(); !status.ok()) return status;
-  } else {
-    CpuRankBackendOptions backend_options;
-    backend_options.isa = options.isa.value_or(SupportedCpuIsas().back());
-    backend_options.threads = threads;
-    backend_options.allocator = std::make_shared<HostBufferPool>();
-    absl::StatusOr<std::unique_ptr<RankBackend>> backend = NewCpuRankBackend(backend_options);
-    if (!backend.ok()) return backend.status();
-    engine_options.backend = *std::move(backend);
-  }
+  engine_options.backend = *std::move(backend);
   engine = std::make_unique<RankEngine>(std::move(engine_options));
   return absl::OkStatus();
 }

@@ -107,7 +107,6 @@ class LocalExpertGroup : public ExpertGroup {
   explicit LocalExpertGroup(LocalExpertGroupOptions options);
 
   absl::Status CreateRanks();
-  absl::StatusOr<std::unique_ptr<RankBackend>> NewBackend(const ParallelForOptions& threads) const;
   // Of `layer_bytes`, [ep_size]. Places the layers first.
   absl::StatusOr<std::vector<int64_t>> SumLayers(
       absl::Span<const WeightSource* const> sources,

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/types/span.h"
 #include "server/ops/call_error.h"
 #include "server/ops/duration_text.h"
 #include "server/ops/epoch_end_text.h"
@@ -14,48 +13,8 @@
 namespace expertmesh {
 namespace {
 
-constexpr size_t kMaxNameBytes = 64;  // of a name that a rank sent
 constexpr size_t kMaxWhyBytes = 512;
 constexpr absl::Duration kRefusalShownFor = absl::Minutes(10);
-
-absl::Status WrongModel(int32_t ep_rank, const std::string& what) {
-  return CallError(ErrorReason::kWrongModel, absl::StrCat("rank ", ep_rank, ": ", what));
-}
-
-absl::Status CheckModel(const RankOffer& offer, const ModelManifest& manifest,
-                        const ExpectedModel& expected) {
-  if (manifest.fingerprint != expected.fingerprint) {
-    return WrongModel(offer.ep_rank, absl::StrCat("model ", expected.name, " has fingerprint ",
-                                                  manifest.fingerprint.substr(0, 64),
-                                                  ", this group serves ", expected.fingerprint));
-  }
-  if (manifest.layers.size() != expected.layers.size()) {
-    return WrongModel(offer.ep_rank,
-                      absl::StrCat("model ", expected.name, " comes with ", manifest.layers.size(),
-                                   " MoE layers instead of ", expected.layers.size()));
-  }
-  std::vector<int32_t> seen;
-  for (const LayerManifest& layer : manifest.layers) {
-    const auto found = expected.layers.find(layer.layer);
-    if (found == expected.layers.end() ||
-        std::find(seen.begin(), seen.end(), layer.layer) != seen.end()) {
-      return WrongModel(offer.ep_rank,
-                        absl::StrCat("model ", expected.name, " comes with layer ", layer.layer,
-                                     ", which is unknown or named twice"));
-    }
-    seen.push_back(layer.layer);
-    const absl::Span<const int32_t> held = found->second->local_experts(offer.ep_rank);
-    if (layer.num_experts != found->second->num_experts() ||
-        !std::equal(held.begin(), held.end(), layer.expert_ids.begin(), layer.expert_ids.end())) {
-      return WrongModel(offer.ep_rank,
-                        absl::StrCat("holds ", layer.expert_ids.size(), " of ", layer.num_experts,
-                                     " experts of layer ", layer.layer, " of model ", expected.name,
-                                     ", which are not the ", held.size(), " of ",
-                                     found->second->num_experts(), " that the placement gives it"));
-    }
-  }
-  return absl::OkStatus();
-}
 
 }  // namespace
 
@@ -64,18 +23,6 @@ Membership::Membership(MembershipOptions options, const Clock* clock)
       clock_(clock),
       members_(options_.ep_size),
       visitors_(options_.ep_size) {}
-
-absl::Status Membership::CheckPlace(int32_t ep_rank, int32_t ep_size) const {
-  if (ep_size != options_.ep_size) {
-    return CallError(ErrorReason::kWrongEpSize,
-                     absl::StrCat("rank ", ep_rank, " was started for ", ep_size,
-                                  " ranks, this group has ", options_.ep_size));
-  }
-  if (ep_rank < 0 || ep_rank >= options_.ep_size) {
-    return InvalidFieldError("ep_rank", ep_rank, absl::StrCat("0 to ", options_.ep_size - 1));
-  }
-  return absl::OkStatus();
-}
 
 absl::Status Membership::CheckInstructionSet(const RankOffer& offer) const {
   for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
@@ -110,48 +57,6 @@ absl::Status Membership::CheckWeightDTypes(const RankOffer& offer) const {
   return absl::OkStatus();
 }
 
-std::string Membership::WhoHasWhat(const RankOffer& offer) const {
-  const auto names = [](const auto& models, auto name_of) {
-    std::string text;
-    for (const auto& model : models) {
-      absl::StrAppend(&text, text.empty() ? "" : ", ", name_of(model).substr(0, kMaxNameBytes));
-    }
-    return text.empty() ? std::string("none") : text.substr(0, 4 * kMaxNameBytes);
-  };
-  return absl::StrCat(
-      "it holds ", names(offer.models, [](const ModelManifest& model) { return model.model; }),
-      ", this group serves ",
-      names(options_.models, [](const ExpectedModel& model) { return model.name; }),
-      " (a model has its folder's name unless --model_name gives it one: the same for the control "
-      "plane and all ranks, and what clients send as the model)");
-}
-
-absl::Status Membership::CheckOffer(const RankOffer& offer) const {
-  if (offer.protocol_version != options_.protocol_version) {
-    return CallError(
-        ErrorReason::kProtocolMismatch,
-        absl::StrCat("the rank speaks version ", offer.protocol_version,
-                     " of the rank protocol, the control plane ", options_.protocol_version));
-  }
-  if (absl::Status status = CheckPlace(offer.ep_rank, offer.ep_size); !status.ok()) return status;
-  if (offer.models.size() != options_.models.size()) {
-    return WrongModel(offer.ep_rank,
-                      absl::StrCat("brings ", offer.models.size(), " models instead of ",
-                                   options_.models.size(), "; ", WhoHasWhat(offer)));
-  }
-  for (const ExpectedModel& expected : options_.models) {
-    const auto manifest = std::find_if(
-        offer.models.begin(), offer.models.end(),
-        [&expected](const ModelManifest& model) { return model.model == expected.name; });
-    if (manifest == offer.models.end()) {
-      return WrongModel(offer.ep_rank, absl::StrCat("does not hold model ", expected.name, "; ",
-                                                    WhoHasWhat(offer)));
-    }
-    if (absl::Status status = CheckModel(offer, *manifest, expected); !status.ok()) return status;
-  }
-  return absl::OkStatus();
-}
-
 void Membership::NoteRefusal(int32_t ep_rank, const absl::Status& status) {
   if (ep_rank < 0 || ep_rank >= options_.ep_size || members_[ep_rank].has_value()) return;
   visitors_[ep_rank].refused_why = ShownText(status.message(), kMaxWhyBytes);
@@ -165,7 +70,7 @@ absl::StatusOr<uint64_t> Membership::Join(const RankOffer& offer) {
 }
 
 absl::StatusOr<uint64_t> Membership::TakeMember(const RankOffer& offer) {
-  if (absl::Status status = CheckOffer(offer); !status.ok()) return status;
+  if (absl::Status status = CheckOffer(offer, options_); !status.ok()) return status;
   std::optional<Member>& place = members_[offer.ep_rank];
   if (place.has_value() && place->instance != offer.instance) {
     return CallError(ErrorReason::kRankTaken,
@@ -235,7 +140,8 @@ absl::Status Membership::Heartbeat(uint64_t incarnation, uint64_t member_id,
 }
 
 absl::StatusOr<bool> Membership::Announce(const RankAnnouncement& announcement) {
-  if (absl::Status status = CheckPlace(announcement.ep_rank, announcement.ep_size); !status.ok()) {
+  if (absl::Status status = CheckPlace(announcement.ep_rank, announcement.ep_size, options_);
+      !status.ok()) {
     NoteRefusal(announcement.ep_rank, status);
     return status;
   }

@@ -11,39 +11,10 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "kernels/base/dtype.h"
-#include "server/model/placement.h"
+#include "server/cluster/rank_offer.h"
 #include "server/ops/clock.h"
 
 namespace expertmesh {
-
-// Raised when a control plane and a rank that differ in it could misunderstand each other.
-inline constexpr int32_t kRankProtocolVersion = 4;
-
-struct LayerManifest {
-  int32_t layer = 0;  // the checkpoint's own index
-  int32_t num_experts = 0;
-  std::vector<int32_t> expert_ids;  // held ones, ascending
-};
-
-struct ModelManifest {
-  std::string model;
-  std::string fingerprint;
-  std::vector<LayerManifest> layers;
-  DType weight_dtype = DType::kInvalid;  // as loaded
-};
-
-// What a rank brings.
-struct RankOffer {
-  int32_t protocol_version = 0;
-  int32_t ep_rank = 0;
-  int32_t ep_size = 0;
-  uint64_t instance = 0;  // random per rank process: its next join replaces its last one
-  std::vector<ModelManifest> models;
-  std::string address;  // for people
-  std::string instruction_set;
-  int64_t weight_bytes = 0;
-  int64_t memory_limit_bytes = 0;
-};
 
 // "I am coming": a rank that is loading, and no member yet. It claims nothing.
 struct RankAnnouncement {
@@ -55,17 +26,8 @@ struct RankAnnouncement {
   double load_progress = 0;  // share of its bytes that is read, 0 to 1
 };
 
-struct ExpectedModel {
-  std::string name;
-  std::string fingerprint;
-  std::map<int32_t, const Placement*> layers;  // the placements outlive the membership
-};
-
-struct MembershipOptions {
+struct MembershipOptions : ExpectedGroup {
   uint64_t incarnation = 0;
-  int32_t protocol_version = kRankProtocolVersion;
-  int32_t ep_size = 1;
-  std::vector<ExpectedModel> models;
   // A member not heard of for longer is lost.
   absl::Duration heartbeat_timeout = absl::Seconds(5);
   // For all members together to form an epoch's communicator.
@@ -193,13 +155,9 @@ class Membership {
     absl::Time refused_at = absl::InfinitePast();
   };
 
-  absl::Status CheckPlace(int32_t ep_rank, int32_t ep_size) const;
   absl::Status CheckInstructionSet(const RankOffer& offer) const;
   absl::Status CheckWeightDTypes(const RankOffer& offer) const;
-  absl::Status CheckOffer(const RankOffer& offer) const;
   absl::StatusOr<uint64_t> TakeMember(const RankOffer& offer);
-  // For who has to find out why names differ.
-  std::string WhoHasWhat(const RankOffer& offer) const;
   absl::StatusOr<int32_t> FindMember(uint64_t incarnation, uint64_t member_id) const;
   void Remove(int32_t ep_rank, const absl::Status& reason, bool has_left = false);
   void End(const absl::Status& reason);

@@ -1,12 +1,12 @@
 #include "server/cluster/remote_expert_group.h"
 
 #include <algorithm>
-#include <random>
 #include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/base/host_buffer_pool.h"
+#include "server/cluster/incarnation.h"
 #include "server/ops/call_error.h"
 #include "server/ops/epoch_end_text.h"
 #include "server/ops/logging.h"
@@ -16,13 +16,6 @@ namespace expertmesh {
 namespace {
 
 using Placements = std::map<std::string, std::map<int32_t, Placement>, std::less<>>;
-
-uint64_t NewIncarnation() {
-  std::random_device random;
-  uint64_t incarnation = 0;
-  while (incarnation == 0) incarnation = (uint64_t{random()} << 32) | random();
-  return incarnation;
-}
 
 absl::Status StopReason() { return CallError(ErrorReason::kDraining, kControlPlaneStops); }
 

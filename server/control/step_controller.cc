@@ -12,10 +12,6 @@
 namespace expertmesh {
 namespace {
 
-// Set while a thread runs `done` callbacks: a Submit inside one must not run a step there and call
-// back again, or a chain of calls would grow the stack.
-thread_local bool delivering = false;
-
 absl::Status DrainingError() {
   return CallError(ErrorReason::kDraining, "this server is stopping; another may answer");
 }
@@ -62,7 +58,7 @@ StepController::~StepController() {
 }
 
 ForwardCallId StepController::Submit(std::unique_ptr<ForwardCall> call, bool may_run_inline) {
-  const bool is_small = may_run_inline && !delivering &&
+  const bool is_small = may_run_inline && !IsDelivering() &&
                         call->num_tokens <= options_.max_step_tokens &&
                         EstimateMicros(options_.cost, *call) <= options_.max_inline_micros;
   const absl::Time now = clock_->Now();
@@ -175,8 +171,6 @@ ForwardResult StepController::EmptyResult(const ForwardCall& call) const {
   }
   return result;
 }
-
-// ---- Steps --------------------------------------------------------------------------------------
 
 bool StepController::EpochReady() const {
   const uint64_t epoch = group_->epoch();
@@ -345,87 +339,6 @@ void StepController::HandleStepError(StepBatch& batch, const StepOutcome& outcom
     Unpin(piece.call, after);
   }
   queue_.PushRepeats(RepeatBatches(std::move(open), batch.attempt, outcome));
-}
-
-// ---- Completion ---------------------------------------------------------------------------------
-
-void StepController::Complete(const CallPtr& call, absl::StatusOr<ForwardResult> result,
-                              Aftermath& after) {
-  if (!registry_.Complete(call, std::move(result), clock_->Now(), after)) return;
-  // What waits to be repeated would hold the buffers for as long as there is no epoch.
-  if (queue_.Remove(call)) Unpin(call, after);
-  if (registry_.num_open_calls() == 0) idle_cv_.notify_all();
-}
-
-void StepController::Unpin(const CallPtr& call, Aftermath& after) {
-  registry_.Unpin(call, clock_->Now(), after);
-}
-
-void StepController::CompleteOpenCalls(absl::FunctionRef<absl::Status(const PendingCall&)> error,
-                                       Aftermath& after) {
-  for (const CallPtr& call : registry_.OpenCalls()) {
-    absl::Status status = error(*call);
-    if (!status.ok()) Complete(call, std::move(status), after);
-  }
-}
-
-void StepController::Deliver(Aftermath& after) {
-  const bool was_delivering = std::exchange(delivering, true);
-  const absl::Time now = clock_->Now();
-  for (Aftermath::Completion& completion : after.completions) {
-    const PendingCall& call = *completion.call;
-    if (observer_ != nullptr) {
-      observer_->OnCallDone(
-          {.model = call.key.model->name,
-           .layer = call.key.layer->index,
-           .code = completion.result.status().code(),
-           .num_tokens = call.call->num_tokens,
-           .queue_micros = completion.result.ok() ? completion.result->timings.queue_micros : 0,
-           .total_micros = absl::ToInt64Microseconds(now - call.submitted)});
-    }
-    completion.done(std::move(completion.result));
-  }
-  delivering = was_delivering;
-  after = Aftermath();
-}
-
-// ---- Deadlines ----------------------------------------------------------------------------------
-
-absl::Status StepController::LateError(const PendingCall& call, absl::Time now) const {
-  if (call.deadline <= now) {
-    return CallError(ErrorReason::kDeadlinePassed, "the call's deadline passed");
-  }
-  if (call.no_epoch_at > now || EpochReady()) return absl::OkStatus();
-  if (call.was_lost) {
-    // As for NO_EPOCH: the rank is away.
-    return RetryableError(ErrorReason::kStepLost,
-                          "a rank was lost and no new epoch formed before the call's deadline",
-                          absl::Seconds(1));
-  }
-  return CallError(ErrorReason::kNoEpoch, "not all ranks came before the call's deadline");
-}
-
-void StepController::TimerLoop() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (!stopping_) {
-    Aftermath after;
-    const absl::Time now = clock_->Now();
-    CompleteOpenCalls([&](const PendingCall& call) { return LateError(call, now); }, after);
-    if (!after.completions.empty()) {
-      lock.unlock();
-      Deliver(after);
-      lock.lock();
-      continue;
-    }
-    // A new epoch, or none any more, is no event here: NotifyEpochChanged and the worker's polling
-    // make this thread look again.
-    timer_wakes_at_ = absl::InfiniteFuture();
-    for (const CallPtr& call : registry_.OpenCalls()) {
-      const absl::Time wake = call->no_epoch_at > now ? call->no_epoch_at : call->deadline;
-      timer_wakes_at_ = std::min(timer_wakes_at_, wake);
-    }
-    clock_->WaitUntil(timer_cv_, lock, timer_wakes_at_);
-  }
 }
 
 }  // namespace expertmesh

@@ -120,6 +120,9 @@ class StepController : public ForwardController {
   bool Describe(const StepBatch& batch, absl::Time begun, StepRecord& record) const;
   StepOutcome RunStep(const StepBatch& batch, absl::Time begun, StepRecord& record);
   void Deliver(Aftermath& after);
+  // This thread runs `done` callbacks: a Submit inside one must not run a step there and call back
+  // again, or a chain of calls would grow the stack.
+  static bool IsDelivering();
   ForwardResult EmptyResult(const ForwardCall& call) const;
 
   // The rest is called with mutex_ held.

@@ -72,6 +72,21 @@ absl::StatusOr<std::unique_ptr<RankBackend>> NewCpuRankBackend(
 std::unique_ptr<RankBackend> NewCudaRankBackend(std::shared_ptr<CudaDevice> device,
                                                 const ParallelForOptions& threads);
 
+// What the ranks of this process compute with.
+struct RankHardware {
+  std::shared_ptr<CudaDevice> device;  // of all of them; null: the CPU
+  std::optional<CpuIsa> isa;           // of the CPU; default: the best that this machine has
+  int num_threads = 0;                 // of all of them together; 0: one for each core
+  int32_t num_ranks = 1;
+  std::shared_ptr<Allocator> allocator;  // of the CPU; null: a HostBufferPool of the rank's own
+};
+
+// At least one.
+int ThreadsPerRank(const RankHardware& hardware);
+
+// For one of the ranks. Errors as above.
+absl::StatusOr<std::unique_ptr<RankBackend>> NewRankBackend(const RankHardware& hardware);
+
 }  // namespace expertmesh
 
 #endif  // EXPERTMESH_SERVER_RANK_RANK_BACKEND_H_
