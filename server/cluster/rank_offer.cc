@@ -18,12 +18,33 @@ namespace {
 
 constexpr size_t kMaxNameBytes = 64;  // of a name that a rank sent
 
+// "6 experts in layer 1 instead of 5, " of a checkpoint that is plainly another; or nothing.
+std::string VisibleDifference(const ModelManifest& manifest, const ExpectedModel& expected) {
+  if (manifest.layers.size() != expected.layers.size()) {
+    return absl::StrCat(manifest.layers.size(), " MoE layers instead of ", expected.layers.size(),
+                        ", ");
+  }
+  for (const LayerManifest& layer : manifest.layers) {
+    const auto found = expected.layers.find(layer.layer);
+    if (found == expected.layers.end() || layer.num_experts == found->second->num_experts()) {
+      continue;
+    }
+    return absl::StrCat(layer.num_experts, " experts in layer ", layer.layer, " instead of ",
+                        found->second->num_experts(), ", ");
+  }
+  return "";
+}
+
 absl::Status CheckModel(const RankOffer& offer, const ModelManifest& manifest,
                         const ExpectedModel& expected) {
   if (manifest.fingerprint != expected.fingerprint) {
-    return WrongModel(offer.ep_rank, absl::StrCat("model ", expected.name, " has fingerprint ",
-                                                  manifest.fingerprint.substr(0, 64),
-                                                  ", this group serves ", expected.fingerprint));
+    return WrongModel(
+        offer.ep_rank,
+        absl::StrCat("model ", expected.name, " has ", VisibleDifference(manifest, expected),
+                     "fingerprint ", manifest.fingerprint.substr(0, 64), ", this group serves ",
+                     expected.fingerprint,
+                     ": another checkpoint, or another version of it; start the rank with the "
+                     "group's"));
   }
   if (manifest.layers.size() != expected.layers.size()) {
     return WrongModel(offer.ep_rank,

@@ -146,7 +146,22 @@ TEST(MembershipTest, RefusalsNameTheirReasonAndHarmNothing) {
        "does not hold model m; it holds x, this group serves m (a model has its folder's name"},
       {ErrorReason::kWrongModel, [](RankOffer& o) { o.models.clear(); },
        "0 models instead of 1; it holds none, this group serves m"},
-      {ErrorReason::kWrongModel, [](RankOffer& o) { o.models[0].fingerprint = "beef"; }, "beef"},
+      {ErrorReason::kWrongModel, [](RankOffer& o) { o.models[0].fingerprint = "beef"; },
+       "model m has fingerprint beef, this group serves "},
+      {ErrorReason::kWrongModel, [](RankOffer& o) { o.models[0].fingerprint = "beef"; },
+       ": another checkpoint, or another version of it; start the rank with the group's"},
+      {ErrorReason::kWrongModel,
+       [](RankOffer& o) {
+         o.models[0].fingerprint = "beef";
+         o.models[0].layers[0].num_experts = 6;
+       },
+       "model m has 6 experts in layer "},
+      {ErrorReason::kWrongModel,
+       [](RankOffer& o) {
+         o.models[0].fingerprint = "beef";
+         o.models[0].layers.clear();
+       },
+       "model m has 0 MoE layers instead of 1, fingerprint beef"},
       {ErrorReason::kWrongModel, [](RankOffer& o) { o.models[0].layers[0].layer = 4; }, "layer 4"},
       {ErrorReason::kWrongModel, [](RankOffer& o) { o.models[0].layers.clear(); }, "0 MoE"},
       {ErrorReason::kWrongModel, [](RankOffer& o) { o.models[0].layers[0].num_experts = 6; },
