@@ -1,7 +1,5 @@
 #include "server/flag_values.h"
 
-#include <algorithm>
-
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -108,17 +106,21 @@ absl::Status CheckThreads(int value) {
   return status.ok() ? CheckAtMost("threads", value, kMaxThreads) : status;
 }
 
-absl::Status CheckFlagsAreUsed(const std::vector<std::string>& given,
-                               std::initializer_list<FlagUse> uses) {
-  for (const FlagUse& use : uses) {
-    if (use.is_used || std::find(given.begin(), given.end(), use.flag) == given.end()) continue;
-    return absl::InvalidArgumentError(absl::StrCat("--", use.flag, " would do nothing: ", use.why));
-  }
-  return absl::OkStatus();
-}
-
 absl::Status CheckGrpcListenFlag(const char* flag, const std::string& value) {
   return absl::StartsWith(value, "unix:") ? absl::OkStatus() : CheckListenAddress(flag, value);
+}
+
+absl::Status CheckGrpcTargetFlag(const char* flag, const std::string& value) {
+  for (const char* scheme : {"dns:", "ipv4:", "ipv6:", "unix:"}) {
+    if (absl::StartsWith(value, scheme)) return absl::OkStatus();
+  }
+  int32_t port = 0;
+  if (CheckListenAddress(flag, value).ok() &&
+      absl::SimpleAtoi(value.substr(value.rfind(':') + 1), &port) && port > 0) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "--", flag, " is '", value, "'; expected host:port or [v6]:port, the port 1 to 65535"));
 }
 
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ParseModelFlags(

@@ -2,7 +2,6 @@
 #define EXPERTMESH_SERVER_FLAG_VALUES_H_
 
 #include <cstdint>
-#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -42,18 +41,12 @@ absl::Status CheckBetween(const char* flag, ByteSize value, ByteSize least, Byte
 // 0 (one for each core) to some thousands.
 absl::Status CheckThreads(int value);
 
-// What a flag is of use for.
-struct FlagUse {
-  const char* flag;
-  bool is_used;     // that is asked for
-  const char* why;  // it is not, otherwise
-};
-// Refuses flags that were given (`given` are CommandLine::flags) although nothing would look at
-// them: whoever gave them expects something else.
-absl::Status CheckFlagsAreUsed(const std::vector<std::string>& given,
-                               std::initializer_list<FlagUse> uses);
 // An address to listen on, or "unix:path", which gRPC takes as well.
 absl::Status CheckGrpcListenFlag(const char* flag, const std::string& value);
+// An address to call, as gRPC takes it: host:port with a port of its own, for gRPC would take some
+// other for one that is missing, or a target with a scheme (dns:, ipv4:, ipv6:, unix:), which is
+// not looked at.
+absl::Status CheckGrpcTargetFlag(const char* flag, const std::string& value);
 // Pairs of name and folder, of --checkpoint and --model_name, and of --model's NAME=DIR.
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ParseModelFlags(
     const std::string& checkpoint, const std::string& model_name,

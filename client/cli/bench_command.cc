@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <future>
 #include <memory>
@@ -32,6 +33,7 @@
 #include "client/cli/wire_dtype.h"
 #include "kernels/base/steady_now.h"
 #include "server/model/checkpoint_weight_source.h"
+#include "server/ops/command_line.h"
 
 ABSL_DECLARE_FLAG(std::string, model);
 ABSL_DECLARE_FLAG(std::string, dtype);
@@ -43,7 +45,8 @@ ABSL_FLAG(std::vector<std::string>, layers, {},
           "bench: layers to call in turn; empty: all that have experts");
 ABSL_FLAG(std::string, skew, "uniform", "bench: how experts are drawn: uniform, zipf or one_hot");
 ABSL_FLAG(int, concurrency, 8, "bench: calls in flight (closed loop)");
-ABSL_FLAG(double, rate, 0, "bench: calls per second at random moments (open loop); 0: closed loop");
+ABSL_FLAG(double, rate, 0,
+          "bench: calls per second at random moments (open loop); without it: closed loop");
 ABSL_FLAG(absl::Duration, warmup, absl::Seconds(2),
           "bench: time before measuring, e.g. 500ms or 2s");
 ABSL_FLAG(absl::Duration, duration, absl::Seconds(10),
@@ -187,7 +190,8 @@ absl::Status AtLeast(const char* flag, double value, double least) {
 }
 
 // load.dtype stays kInvalid where it is to be the model's own.
-absl::Status ReadFlags(BenchLoadOptions& load, BenchRunOptions& run) {
+absl::Status ReadFlags(const std::vector<std::string>& given, BenchLoadOptions& load,
+                       BenchRunOptions& run) {
   for (const std::string& layer : absl::GetFlag(FLAGS_layers)) {
     int32_t index = 0;
     if (!absl::SimpleAtoi(layer, &index)) {
@@ -221,7 +225,16 @@ absl::Status ReadFlags(BenchLoadOptions& load, BenchRunOptions& run) {
   status.Update(AtLeast("topk", load.topk, 0));
   status.Update(AtLeast("samples", run.num_samples, 0));
   status.Update(AtLeast("concurrency", run.concurrency, 1));
-  status.Update(AtLeast("rate", run.rate, 0));
+  if (!status.ok()) return status;
+  const bool is_open_loop = std::find(given.begin(), given.end(), "rate") != given.end();
+  if (is_open_loop && !(run.rate > 0 && std::isfinite(run.rate))) {
+    return FlagError(absl::StrCat("--rate is ", run.rate,
+                                  "; it takes a number of calls a second above 0; without it "
+                                  "--concurrency says how many calls are in flight"));
+  }
+  status = FlagErrorOf(CheckFlagsAreUsed(
+      given, {{"concurrency", !is_open_loop, "with --rate calls start at random moments"},
+              {"check", run.num_samples > 0, "with --samples=0 no answer is verified"}}));
   if (!status.ok()) return status;
   if (run.concurrency > kMaxConcurrency) {
     return FlagError(absl::StrCat("--concurrency is ", run.concurrency, "; at most ",
@@ -249,10 +262,11 @@ absl::Status NothingAnswered(const BenchResult& result) {
   return status;
 }
 
-absl::Status Run() {
+absl::Status Run(const std::vector<std::string>& given) {
   BenchLoadOptions load_options;
   BenchRunOptions run_options;
-  if (absl::Status status = ReadFlags(load_options, run_options); !status.ok()) return status;
+  if (absl::Status status = ReadFlags(given, load_options, run_options); !status.ok())
+    return status;
   absl::StatusOr<std::unique_ptr<ExpertClient>> client = ClientFromFlags();
   if (!client.ok()) return client.status();
   const absl::StatusOr<v1::GetModelResponse> model =
@@ -267,8 +281,8 @@ absl::Status Run() {
   }
   std::unique_ptr<CheckpointWeightSource> weights;
   if (const std::string directory = absl::GetFlag(FLAGS_check); !directory.empty()) {
-    auto opened = CheckpointWeightSource::Open(directory);
-    if (!opened.ok()) return OfFlag("check", opened.status());
+    auto opened = OpenServedCheckpoint(directory, *model);
+    if (!opened.ok()) return opened.status();
     weights = *std::move(opened);
   }
   const auto load = MakeBenchLoad(*model, load_options);

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <system_error>
+#include <vector>
 
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
@@ -49,7 +50,7 @@ absl::Status CheckDiskSpace(const std::string& directory,
                    existing.string(), " has ", space.available));
 }
 
-absl::Status Run() {
+absl::Status Run(const std::vector<std::string>& /*given*/) {
   SyntheticCheckpointOptions options;
   options.architecture = absl::GetFlag(FLAGS_architecture);
   options.hidden_size = absl::GetFlag(FLAGS_hidden_size);
@@ -105,6 +106,7 @@ const Command kCheckpointCommand = {
     "  --out=DIR\n"
     "  --architecture=NAME --num_layers=N --num_experts=N --experts_per_token=N\n"
     "  --hidden_size=N --intermediate_size=N --weight_dtype=T --weight_seed=N\n"
+    "  --weight_dtype takes float32, float16, bfloat16 (the default) or float8_e4m3\n"
     "  --shard_bytes=N   several files and an index\n"
     "  --overwrite       replace what is there\n\n"
     "  expertmesh checkpoint --out=tiny-moe\n",

@@ -1,6 +1,9 @@
 #ifndef EXPERTMESH_CLIENT_CLI_COMMAND_H_
 #define EXPERTMESH_CLIENT_CLI_COMMAND_H_
 
+#include <string>
+#include <vector>
+
 #include "absl/status/status.h"
 
 namespace expertmesh {
@@ -13,7 +16,8 @@ struct Command {
   const char* usage;    // flags that matter, and an example
   // What it takes, by spaces: files of client/cli whose flags it takes all of, or single flags.
   const char* takes;
-  absl::Status (*run)();
+  // `given`: CommandLine::flags.
+  absl::Status (*run)(const std::vector<std::string>& given);
 };
 
 extern const Command kForwardCommand;

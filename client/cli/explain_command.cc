@@ -110,8 +110,8 @@ void PrintExplanation(const v1::ExplainResponse& answer) {
   PrintTokens(answer);
 }
 
-absl::Status Run() {
-  absl::Status flags = CheckForwardFlags();
+absl::Status Run(const std::vector<std::string>& given) {
+  absl::Status flags = CheckForwardFlags(given);
   if (flags.ok() && absl::GetFlag(FLAGS_max_tokens) < 0) {
     flags = FlagError(absl::StrCat("--max_tokens is ", absl::GetFlag(FLAGS_max_tokens),
                                    "; it takes a whole number from 0 on"));

@@ -18,6 +18,10 @@ absl::Status FlagError(absl::string_view message) {
   return status;
 }
 
+absl::Status FlagErrorOf(const absl::Status& status) {
+  return status.ok() ? status : FlagError(status.message());
+}
+
 bool IsFlagError(const absl::Status& status) {
   return status.GetPayload(kFlagErrorUrl).has_value();
 }

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include "absl/flags/declare.h"
 #include "absl/flags/flag.h"
@@ -112,7 +113,7 @@ absl::StatusOr<int> AdoptServersChoice(ExpertClient& client, ForwardJob& job) {
 }
 
 // Finds fault with what is to be done with the answer before the call is made.
-absl::Status PrepareForAnswer(const ForwardJob& job,
+absl::Status PrepareForAnswer(const v1::GetModelResponse& model, const ForwardJob& job,
                               std::unique_ptr<CheckpointWeightSource>& weights) {
   if (const std::string path = absl::GetFlag(FLAGS_output); !path.empty()) {
     const DType asked = MemoryDType(job.input.options.output_dtype());
@@ -123,8 +124,8 @@ absl::Status PrepareForAnswer(const ForwardJob& job,
   }
   if (const std::string directory = absl::GetFlag(FLAGS_check); !directory.empty()) {
     absl::StatusOr<std::unique_ptr<CheckpointWeightSource>> opened =
-        CheckpointWeightSource::Open(directory);
-    if (!opened.ok()) return OfFlag("check", opened.status());
+        OpenServedCheckpoint(directory, model);
+    if (!opened.ok()) return opened.status();
     weights = *std::move(opened);
   }
   return absl::OkStatus();
@@ -154,8 +155,8 @@ absl::Status Check(ExpertClient& client, const WeightSource& weights, ForwardJob
   return absl::OkStatus();
 }
 
-absl::Status Run() {
-  if (absl::Status status = CheckForwardFlags(); !status.ok()) return status;
+absl::Status Run(const std::vector<std::string>& given) {
+  if (absl::Status status = CheckForwardFlags(given); !status.ok()) return status;
   absl::StatusOr<std::unique_ptr<ExpertClient>> client = ClientFromFlags();
   if (!client.ok()) return client.status();
   const absl::StatusOr<v1::GetModelResponse> model =
@@ -164,7 +165,7 @@ absl::Status Run() {
   ForwardJob job;
   if (absl::Status status = FillForwardJob(*model, job); !status.ok()) return status;
   std::unique_ptr<CheckpointWeightSource> weights;
-  if (absl::Status status = PrepareForAnswer(job, weights); !status.ok()) return status;
+  if (absl::Status status = PrepareForAnswer(*model, job, weights); !status.ok()) return status;
   const absl::StatusOr<ForwardOutput> output =
       (*client)->Forward(job.input, CallOptionsFromFlags());
   if (!output.ok()) return output.status();

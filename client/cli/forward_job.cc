@@ -8,6 +8,7 @@
 #include <random>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/flags/flag.h"
 #include "absl/strings/ascii.h"
@@ -17,6 +18,7 @@
 #include "client/cli/wire_dtype.h"
 #include "client/forward_wire.h"
 #include "kernels/base/checked_math.h"
+#include "server/ops/command_line.h"
 #include "server/ops/few_of.h"
 
 ABSL_FLAG(std::string, model, "", "model name; empty: the only one served");
@@ -305,9 +307,25 @@ absl::StatusOr<const v1::LayerInfo*> ChooseLayer(const v1::GetModelResponse& mod
                    " has no experts; layers that do: ", FewOf(known)));
 }
 
+// Of what is drawn at random: each where it is.
+absl::Status CheckDrawFlagsAreUsed(const std::vector<std::string>& given,
+                                   const std::string& routing) {
+  const bool draws_rows = absl::GetFlag(FLAGS_hidden).empty();
+  const bool draws_topk = routing == "topk" && absl::GetFlag(FLAGS_topk_ids).empty();
+  const bool draws_logits = routing == "logits" && absl::GetFlag(FLAGS_router_logits).empty();
+  constexpr char kRowsAreGiven[] = "the hidden states are those of --hidden";
+  return FlagErrorOf(CheckFlagsAreUsed(
+      given, {{"tokens", draws_rows, kRowsAreGiven},
+              {"dtype", draws_rows, kRowsAreGiven},
+              {"topk", draws_topk,
+               routing == "topk" ? "each token's experts are those of --topk_ids"
+                                 : "the server chooses the experts, as many as its rule says"},
+              {"seed", draws_rows || draws_topk || draws_logits, "nothing is drawn at random"}}));
+}
+
 }  // namespace
 
-absl::Status CheckForwardFlags() {
+absl::Status CheckForwardFlags(const std::vector<std::string>& given) {
   const struct {
     const char* flag;
     int value;
@@ -327,11 +345,12 @@ absl::Status CheckForwardFlags() {
   absl::Status status = FillOptions(options);
   status.Update(RoutingFromFlags().status());
   status.Update(DTypeOfRandomRows().status());
-  return status;
+  if (!status.ok()) return status;
+  return CheckDrawFlagsAreUsed(given, *RoutingFromFlags());
 }
 
 absl::Status FillForwardJob(const v1::GetModelResponse& model, ForwardJob& job) {
-  if (absl::Status status = CheckForwardFlags(); !status.ok()) return status;
+  if (absl::Status status = CheckForwardFlags(/*given=*/{}); !status.ok()) return status;
   const absl::StatusOr<const v1::LayerInfo*> layer = ChooseLayer(model);
   if (!layer.ok()) return layer.status();
   std::mt19937_64 random(absl::GetFlag(FLAGS_seed));

@@ -25,8 +25,9 @@ struct ForwardJob {
   bool random = false;       // something of it was drawn by --seed
 };
 
-// What is wrong with the flags, told without reading a file or asking a server; a FlagError.
-absl::Status CheckForwardFlags();
+// What is wrong with the flags, told without reading a file or asking a server; a FlagError. Of
+// those `given` (CommandLine::flags) none may be of no use beside the others.
+absl::Status CheckForwardFlags(const std::vector<std::string>& given);
 
 // Reads the files that the flags name and draws the rest at random. `model` is the server's answer
 // about the model: more tokens than its limits allow are not drawn but refused; other shapes that

@@ -127,7 +127,7 @@ int Main(const std::vector<std::string>& args) {
       return UsageError(name, absl::StrCat("--", flag, " is a flag of other commands"));
     }
   }
-  const absl::Status status = command->run();
+  const absl::Status status = command->run(line->flags);
   if (status.ok()) return 0;
   if (IsFlagError(status)) return UsageError(name, status.message());
   fprintf(stderr, "expertmesh %s: %s\n", command->name, ErrorWithAdvice(status).c_str());

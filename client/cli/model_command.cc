@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <string>
+#include <vector>
 
 #include "absl/flags/declare.h"
 #include "absl/flags/flag.h"
@@ -96,7 +97,7 @@ void PrintModel(const v1::GetModelResponse& model) {
   PrintLayers(model);
 }
 
-absl::Status Run() {
+absl::Status Run(const std::vector<std::string>& /*given*/) {
   absl::StatusOr<std::unique_ptr<ExpertClient>> client = ClientFromFlags();
   if (!client.ok()) return client.status();
   std::vector<std::string> names = {absl::GetFlag(FLAGS_model)};

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "client/cli/flag_error.h"
 #include "client/cli/wire_dtype.h"
 #include "kernels/base/dtype.h"
 
@@ -149,6 +150,20 @@ absl::StatusOr<std::vector<double>> Evaluate(const WeightSource& source, const L
 }
 
 }  // namespace
+
+absl::StatusOr<std::unique_ptr<CheckpointWeightSource>> OpenServedCheckpoint(
+    const std::string& directory, const v1::GetModelResponse& served) {
+  absl::StatusOr<std::unique_ptr<CheckpointWeightSource>> opened =
+      CheckpointWeightSource::Open(directory);
+  if (!opened.ok()) return OfFlag("check", opened.status());
+  const std::string& fingerprint = (*opened)->model().fingerprint;
+  if (!served.fingerprint().empty() && fingerprint != served.fingerprint()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--check: ", directory, " is not the checkpoint that is served (fingerprint ",
+                     fingerprint, ", the server's ", served.fingerprint(), ")"));
+  }
+  return opened;
+}
 
 absl::StatusOr<ReferenceCheck> CheckAgainstWeights(const WeightSource& weights,
                                                    const ForwardJob& job, int topk,

@@ -2,9 +2,12 @@
 #define EXPERTMESH_CLIENT_CLI_REFERENCE_CHECK_H_
 
 #include <cstdint>
+#include <memory>
+#include <string>
 
 #include "absl/status/statusor.h"
 #include "client/cli/forward_job.h"
+#include "server/model/checkpoint_weight_source.h"
 #include "server/model/weight_source.h"
 
 namespace expertmesh {
@@ -19,6 +22,12 @@ struct ReferenceCheck {
   double limit = 0;  // what rounding to the types in use can explain
   bool ok() const { return max_error <= limit; }
 };
+
+// The checkpoint in a folder, if it is the one that the server holds: INVALID_ARGUMENT with both
+// fingerprints otherwise. One that the server does not tell is not compared. Reads some of the
+// tensors (CheckpointWeightSource::Open); errors begin with "--check: ". Blocking.
+absl::StatusOr<std::unique_ptr<CheckpointWeightSource>> OpenServedCheckpoint(
+    const std::string& directory, const v1::GetModelResponse& served);
 
 // The experts and weights are `job.topk_ids` and `job.topk_weights` [num_tokens, topk]; `weights`
 // is the model that served the job. INVALID_ARGUMENT when the shapes do not fit together.

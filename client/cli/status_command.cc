@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
@@ -67,7 +68,7 @@ absl::StatusOr<std::string> StatusOrJsonText(ExpertClient& client) {
   return JsonWanted() ? JsonText(*status) : StatusText(*status);
 }
 
-absl::Status Run() {
+absl::Status Run(const std::vector<std::string>& /*given*/) {
   const absl::Duration interval = absl::GetFlag(FLAGS_watch);
   if (interval < absl::ZeroDuration() || interval == absl::InfiniteDuration()) {
     return FlagError(absl::StrCat("--watch is ", absl::FormatDuration(interval),

@@ -148,6 +148,15 @@ absl::StatusOr<CommandLine> ParseCommandLine(const std::vector<std::string>& arg
   return result;
 }
 
+absl::Status CheckFlagsAreUsed(const std::vector<std::string>& given,
+                               std::initializer_list<FlagUse> uses) {
+  for (const FlagUse& use : uses) {
+    if (use.is_used || std::find(given.begin(), given.end(), use.flag) == given.end()) continue;
+    return absl::InvalidArgumentError(absl::StrCat("--", use.flag, " would do nothing: ", use.why));
+  }
+  return absl::OkStatus();
+}
+
 std::string ClosestName(const std::string& name, const std::vector<std::string>& known) {
   std::string closest;
   // As many typing errors as a short word can have and still be meant.

@@ -2,10 +2,12 @@
 #define EXPERTMESH_SERVER_OPS_COMMAND_LINE_H_
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
@@ -30,6 +32,17 @@ struct CommandLine {
 // a list of every library's flags; this one leaves that to the caller. INVALID_ARGUMENT names the
 // flag, its value and what it takes, or the flag that was probably meant. Not thread safe.
 absl::StatusOr<CommandLine> ParseCommandLine(const std::vector<std::string>& args);
+
+// What a flag is of use for.
+struct FlagUse {
+  const char* flag;
+  bool is_used;     // that is asked for
+  const char* why;  // it is not, otherwise
+};
+// Refuses flags that were given (`given` are CommandLine::flags) although nothing would look at
+// them: whoever gave them expects something else. INVALID_ARGUMENT "--flag would do nothing: why".
+absl::Status CheckFlagsAreUsed(const std::vector<std::string>& given,
+                               std::initializer_list<FlagUse> uses);
 
 // Which of `known` was probably meant by `name`; empty: none is close.
 std::string ClosestName(const std::string& name, const std::vector<std::string>& known);

@@ -75,16 +75,33 @@ TEST_F(CliTest, ForwardAgreesWithTheCheckpointHoweverItIsRouted) {
   }
 }
 
-TEST_F(CliTest, ACheckAgainstOtherWeightsFails) {
+TEST_F(CliTest, ACheckAgainstOtherWeightsIsRefusedBeforeTheCall) {
   const std::string other = directory_ + "/other";
   ASSERT_EQ(
       Cli({"checkpoint", absl::StrCat("--out=", other), "--hidden_size=48",
            "--intermediate_size=40", "--num_experts=7", "--experts_per_token=3", "--weight_seed=9"})
           .exit_code,
       0);
+  for (const char* command : {"forward", "bench"}) {
+    const FinishedProcess result = Cli({command, absl::StrCat("--check=", other), target_});
+    EXPECT_EQ(result.exit_code, 1);
+    EXPECT_EQ(result.out, "");
+    EXPECT_TRUE(Has(result.err, "is not the checkpoint that is served (fingerprint "))
+        << result.err;
+  }
+  EXPECT_EQ(server_->Metric("expertmesh_steps_total"), 0);
+}
+
+// The same tensors, read another way.
+TEST_F(CliTest, ACheckAgainstAnotherActivationFails) {
+  const std::string other = directory_ + "/other";
+  std::filesystem::copy(checkpoint_, other);
+  nlohmann::json config = nlohmann::json::parse(std::ifstream(other + "/config.json"));
+  config["hidden_act"] = "gelu";
+  std::ofstream(other + "/config.json") << config;
   const FinishedProcess forward = Cli({"forward", absl::StrCat("--check=", other), target_});
   EXPECT_EQ(forward.exit_code, 1);
-  EXPECT_TRUE(Has(forward.out, "check         FAILED")) << forward.out;
+  EXPECT_TRUE(Has(forward.out, "check         FAILED")) << forward.out << forward.err;
 }
 
 TEST_F(CliTest, OutputWrittenIsReadBackAsInput) {
@@ -274,6 +291,9 @@ TEST(CliUsageTest, WrongWordsGetTheUsageAndExitTwo) {
     EXPECT_EQ(result.exit_code, 0);
     EXPECT_TRUE(Has(result.out, "--concurrency=N")) << result.out;
   }
+  result = Cli({"help", "checkpoint"});
+  EXPECT_TRUE(Has(result.out, "float32, float16, bfloat16 (the default) or float8_e4m3"))
+      << result.out;
   result = Cli({"--version"});
   EXPECT_EQ(result.out.substr(0, 11), "expertmesh ");
 }
@@ -319,6 +339,22 @@ TEST(CliUsageTest, WrongFlagsExitWithTwoAndSayWhatIsValid) {
       {{"bench", "--skew=much"}, "--skew is 'much'; it takes uniform, zipf or one_hot"},
       {{"bench", "--layers=a"}, "'a' is no number"},
       {{"bench", "--concurrency=100000"}, "at most 16384 calls in flight"},
+      {{"forward", "--tokens=8", "--hidden=h.npy"},
+       "--tokens would do nothing: the hidden states are those of --hidden"},
+      {{"explain", "--hidden=h.npy", "--dtype=float32"}, "--dtype would do nothing"},
+      {{"forward", "--routing=gate", "--topk=3"},
+       "--topk would do nothing: the server chooses the experts"},
+      {{"explain", "--routing=logits", "--topk=3"}, "--topk would do nothing"},
+      {{"forward", "--router_logits=l.npy", "--topk=3"}, "--topk would do nothing"},
+      {{"forward", "--topk_ids=i.npy", "--topk_weights=w.npy", "--topk=3"},
+       "--topk would do nothing: each token's experts are those of --topk_ids"},
+      {{"forward", "--hidden=h.npy", "--routing=gate", "--seed=2"},
+       "--seed would do nothing: nothing is drawn at random"},
+      {{"bench", "--rate=100", "--concurrency=4"},
+       "--concurrency would do nothing: with --rate calls start at random moments"},
+      {{"bench", "--rate=0"}, "--rate is 0; it takes a number of calls a second above 0"},
+      {{"bench", "--rate=inf"}, "--rate is inf"},
+      {{"bench", "--samples=0", "--check=c"}, "--check would do nothing: with --samples=0"},
   };
   for (const auto& bad : cases) {
     const FinishedProcess result = Cli(bad.args);
