@@ -46,6 +46,12 @@ absl::StatusOr<std::vector<ServedModel>> OpenCheckpoints(
   return models;
 }
 
+void TellOfDequantizedFp8(const ServedModel& model, int64_t bytes) {
+  if (!model.source->dequantizes_fp8()) return;
+  LogInfo("fp8 experts are dequantized to bfloat16, twice the memory that they take in the file",
+          {{"model", model.spec.name}, {"bytes", bytes}});
+}
+
 LoadReporterOptions ProgressToStderr(bool on_terminal) {
   LoadReporterOptions options;
   options.is_terminal = on_terminal;

@@ -1,6 +1,7 @@
 #ifndef EXPERTMESH_SERVER_CHECKPOINTS_H_
 #define EXPERTMESH_SERVER_CHECKPOINTS_H_
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
@@ -27,6 +28,10 @@ absl::StatusOr<std::vector<ServedModel>> OpenCheckpoints(
 
 // "a, b"
 std::string NamesOf(absl::Span<const ServedModel> models);
+
+// Logs it when the model's experts are float8 and become bfloat16; `bytes`: what they then take in
+// this process.
+void TellOfDequantizedFp8(const ServedModel& model, int64_t bytes);
 
 // Progress goes to standard error as a bar (`on_terminal`), or to the log.
 LoadReporterOptions ProgressToStderr(bool on_terminal);

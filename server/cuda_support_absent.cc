@@ -2,14 +2,20 @@
 #include "server/cuda_support.h"
 
 namespace expertmesh {
+namespace {
+
+constexpr char kNoCuda[] =
+    "this build has no CUDA: README.md, GPU ranks, tells of the one that has, cmake --preset cuda";
+
+}  // namespace
 
 absl::StatusOr<std::shared_ptr<CudaDevice>> OpenCudaOfThisBuild(
     int32_t /*index*/, const CudaDeviceOptions& /*options*/) {
-  return absl::FailedPreconditionError("this build has no CUDA");
+  return absl::FailedPreconditionError(kNoCuda);
 }
 
 absl::StatusOr<std::shared_ptr<NcclFunctions>> OpenNcclOfThisBuild(const std::string& /*path*/) {
-  return absl::FailedPreconditionError("this build has no CUDA");
+  return absl::FailedPreconditionError(kNoCuda);
 }
 
 }  // namespace expertmesh

@@ -97,6 +97,7 @@ absl::StatusOr<int64_t> ExpertServer::Impl::Available() const {
 absl::StatusOr<int64_t> ExpertServer::Impl::Plan(const std::vector<ServedModel>& models) {
   int64_t need = 0;
   for (const ServedModel& model : models) {
+    const int64_t need_of_others = need;
     ModelManifest& manifest = rank_options.models.emplace_back();
     manifest.model = model.spec.name;
     manifest.fingerprint = model.spec.fingerprint;
@@ -123,6 +124,7 @@ absl::StatusOr<int64_t> ExpertServer::Impl::Plan(const std::vector<ServedModel>&
       taken = *taken_sum;
       placements[model.spec.name].emplace(layer.index, *std::move(placement));
     }
+    TellOfDequantizedFp8(model, need - need_of_others);
   }
   return need;
 }

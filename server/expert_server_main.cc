@@ -100,6 +100,10 @@ absl::StatusOr<ExpertServerOptions> ReadFlags(const std::vector<std::string>& gi
   if (options.control_plane.empty()) {
     return absl::InvalidArgumentError("--control_plane is missing");
   }
+  if (absl::Status status = CheckGrpcTargetFlag("control_plane", options.control_plane);
+      !status.ok()) {
+    return status;
+  }
   options.ep_rank = absl::GetFlag(FLAGS_ep_rank);
   options.ep_size = absl::GetFlag(FLAGS_ep_size);
   if (options.ep_size < 1 || options.ep_rank < 0 || options.ep_rank >= options.ep_size) {

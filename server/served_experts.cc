@@ -32,7 +32,12 @@ absl::Status LoadRouters(absl::Span<const ServedModel> models, RouterTable* rout
 absl::Status LoadExperts(absl::Span<const ServedModel> models, bool progress_on_terminal,
                          LocalExpertGroup* group) {
   std::vector<const WeightSource*> sources;
-  for (const ServedModel& model : models) sources.push_back(model.source.get());
+  for (const ServedModel& model : models) {
+    sources.push_back(model.source.get());
+    const absl::StatusOr<std::vector<int64_t>> bytes = group->NeedBytes({sources.back()});
+    if (!bytes.ok()) return bytes.status();
+    TellOfDequantizedFp8(model, std::accumulate(bytes->begin(), bytes->end(), int64_t{0}));
+  }
   absl::StatusOr<std::vector<int64_t>> need = group->NeedBytes(sources);
   if (!need.ok()) return need.status();
   absl::StatusOr<int64_t> available = group->AvailableBytes();

@@ -109,6 +109,16 @@ absl::Status CheckpointWeightSource::ChooseFp8(Fp8Weights fp8_weights) {
                                                  "; --fp8_weights=auto makes them bfloat16"));
 }
 
+bool CheckpointWeightSource::dequantizes_fp8() const {
+  if (config_.spec.weight_dtype == DType::kFloat8E4M3) return false;
+  for (const CheckpointLayer& layer : layers_) {
+    for (const StoredMatrix& matrix : ExpertMatrices(layer)) {
+      if (matrix.scale != nullptr) return true;
+    }
+  }
+  return false;
+}
+
 absl::Status CheckpointWeightSource::SetFingerprint() {
   std::vector<FingerprintTensor> tensors;
   for (size_t i = 0; i < layers_.size(); ++i) {

@@ -48,6 +48,8 @@ class CheckpointWeightSource : public WeightSource {
   absl::StatusOr<LoadedGate> LoadGate(int32_t layer_index) const override;
   absl::StatusOr<LoadedSharedExperts> LoadSharedExperts(int32_t layer_index) const override;
 
+  // Whether some experts are float8 in the file and become bfloat16, twice the bytes.
+  bool dequantizes_fp8() const;
   const CheckpointIndex& index() const { return *index_; }
 
  private:

@@ -37,8 +37,11 @@ TEST_P(DeviceFlagTest, WithoutAGpuOneLineSaysSo) {
   EXPECT_EQ(finished.exit_code, 1);
   EXPECT_THAT(
       finished.err,
-      testing::MatchesRegex(GetParam().name + ": --device=cuda:0: (this build has no CUDA|no GPU: "
-                                              "cudaGetDeviceCount: [^\n]+)\n"));
+      testing::MatchesRegex(
+          GetParam().name +
+          ": --device=cuda:0: (this build has no CUDA: README.md, GPU ranks, tells of the one "
+          "that has, cmake --preset cuda|no GPU: "
+          "cudaGetDeviceCount: [^\n]+)\n"));
 }
 
 TEST_P(DeviceFlagTest, WhatIsNoDeviceIsRefused) {
@@ -88,6 +91,48 @@ TEST(ExpertServerFlagsTest, WhatWouldDoNothingOrIsTooMuchIsRefused) {
     EXPECT_EQ(finished.exit_code, 2);
     EXPECT_THAT(finished.err, testing::StartsWith("expertmesh-expert-server: --"));
     EXPECT_THAT(finished.err, testing::HasSubstr(c.says));
+  }
+}
+
+// Rather than after all weights are loaded.
+TEST(ExpertServerFlagsTest, AnAddressWithoutAPortIsRefusedAtOnce) {
+  for (const std::string address :
+       {"127.0.0.1", "9999", "host:", "host:0", "[::1]", "host:65536", "1:2:3"}) {
+    const FinishedProcess finished =
+        RunToEnd({.path = SiblingBinary("expertmesh-expert-server"),
+                  .args = {"--control_plane=" + address, "--ep_rank=0", "--ep_size=1",
+                           "--checkpoint=/no/such/checkpoint"}});
+    EXPECT_EQ(finished.exit_code, 2);
+    EXPECT_THAT(finished.err,
+                testing::StartsWith("expertmesh-expert-server: --control_plane is '" + address +
+                                    "'; expected host:port or [v6]:port, the port 1 to 65535\n"));
+  }
+  for (const std::string address : {"localhost:1", "[::1]:1", "dns:///localhost:1"}) {
+    const FinishedProcess finished =
+        RunToEnd({.path = SiblingBinary("expertmesh-expert-server"),
+                  .args = {"--control_plane=" + address, "--ep_rank=0", "--ep_size=1",
+                           "--checkpoint=/no/such/checkpoint"}});
+    EXPECT_EQ(finished.exit_code, 1);
+    EXPECT_THAT(finished.err, testing::HasSubstr("/no/such/checkpoint"));
+  }
+}
+
+// They take twice the memory that the checkpoint's size suggests.
+TEST(Fp8OnCpusTest, AServerSaysThatItDequantizes) {
+  const std::string checkpoint = "--checkpoint=tests/golden/deepseek_v3_fp8";
+  for (const Program& program :
+       {Program{"expertmesh-control-plane",
+                {checkpoint, "--listen=127.0.0.1:0", "--metrics_listen=127.0.0.1:0"}},
+        Program{"expertmesh-expert-server",
+                {checkpoint, "--control_plane=127.0.0.1:1", "--ep_rank=0", "--ep_size=2"}}}) {
+    SCOPED_TRACE(program.name);
+    auto server = ServerProcess::Start({.path = SiblingBinary(program.name), .args = program.args});
+    ASSERT_TRUE(server.ok()) << server.status();
+    const auto line = (*server)->WaitForLine(
+        " I fp8 experts are dequantized to bfloat16, .* model=deepseek_v3_fp8 bytes=([0-9]+)$",
+        absl::Minutes(1));
+    ASSERT_TRUE(line.ok()) << line.status();
+    EXPECT_GT(std::stoll((*line)[1]), 0);
   }
 }
 

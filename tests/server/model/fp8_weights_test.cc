@@ -156,6 +156,8 @@ TEST_F(Fp8WeightsTest, StayAsTheyAreWithTheirScales) {
   const ModelSpec& model = native->model();
   EXPECT_EQ(dequantized->model().weight_dtype, DType::kBFloat16);
   EXPECT_EQ(model.weight_dtype, DType::kFloat8E4M3);
+  EXPECT_TRUE(dequantized->dequantizes_fp8());
+  EXPECT_FALSE(native->dequantizes_fp8());
   EXPECT_EQ(DefaultActivationDType(model), DType::kBFloat16);
   EXPECT_EQ(model.fingerprint, dequantized->model().fingerprint);
   const int64_t bytes = 3 * (kHidden * kIntermediate + 2 * int64_t{sizeof(float)});
@@ -197,6 +199,7 @@ TEST_F(Fp8WeightsTest, SharedGateAndUpMayBeOneTensor) {
 TEST_F(Fp8WeightsTest, WithoutAnyNothingChanges) {
   Make();
   EXPECT_EQ(OpenFp8(Fp8Weights::kNative)->model().weight_dtype, DType::kBFloat16);
+  EXPECT_FALSE(OpenFp8(Fp8Weights::kDequantize)->dequantizes_fp8());
 }
 
 TEST_F(Fp8WeightsTest, OneOtherMatrixMakesAllBFloat16) {
