@@ -6,6 +6,7 @@
 #   --listen HOST:PORT   where clients call (default 127.0.0.1:50051; port 0: the system chooses)
 #   --bin DIR            programs that are built already (default: installs what is missing and builds them)
 #   -- FLAGS             passed to expertmesh-control-plane, e.g. -- --dispatch=direct --heartbeat_timeout=2s
+# Metrics are on a free port, which the control plane's log names, unless -- --metrics_listen=HOST:PORT chooses one.
 # A rank that ends, however it ends (kill -9, SIGTERM, a crash), is started again after a second.
 # Ctrl-C or SIGTERM stops all: the control plane first, which ends the calls that it has taken, then the ranks; a second
 # one ends that wait. When the control plane ends by itself, so does all of it. Exit codes: 0 stopped as asked, 1 failed,
@@ -234,6 +235,7 @@ announce() {
   [[ "$target" == 127.0.0.1:50051 ]] || to=" --target=$target"
   for ((rank = 0; rank < num_ranks; rank++)); do pids+=("$(<"$scratch/rank_$rank")"); done
   say "ready: clients call $target; pids: control plane $control_plane, ranks from 0 on ${pids[*]}"
+  say "metrics: the control plane says above where (-- --metrics_listen=127.0.0.1:9464 chooses)"
   say "in another terminal:"
   say "  $cli status --watch=1s$to"
   say "  $cli forward --tokens=16 --check=$checkpoint$to"
