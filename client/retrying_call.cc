@@ -9,6 +9,7 @@
 #include <random>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "client/client_error.h"
 
 namespace expertmesh {
@@ -42,6 +43,7 @@ struct Operation : std::enable_shared_from_this<Operation> {
   std::chrono::steady_clock::time_point deadline;
   RetryingCall::Done done;
   int attempt = 0;
+  absl::Status attempt_before;
   std::unique_ptr<Attempt> running;
   grpc::Alarm alarm;
 
@@ -66,7 +68,7 @@ struct Operation : std::enable_shared_from_this<Operation> {
 
   void Finished(const grpc::Status& grpc_status) {
     if (grpc_status.ok()) return Answer(std::move(running->response));
-    const absl::Status status = StatusOfAttempt(grpc_status);
+    const absl::Status status = WithAttemptBefore(StatusOfAttempt(grpc_status), attempt_before);
     ++attempt;
     const absl::Time now = absl::Now();
     const std::optional<absl::Duration> backoff =
@@ -76,6 +78,7 @@ struct Operation : std::enable_shared_from_this<Operation> {
                         ? WithRequestBytes(status, static_cast<int64_t>(request.Length()))
                         : status);
     }
+    attempt_before = status;
     // gRPC 1.51 keeps an alarm's callback after it has run, and the alarm is this object's: a
     // reference left in it would keep both, and the request, for ever.
     alarm.Set(absl::ToChronoTime(absl::Now() + *backoff),
@@ -105,6 +108,16 @@ std::optional<absl::Duration> BackoffBeforeRetry(const RetryPolicy& policy,
       std::max(full * (0.5 + 0.5 * random), advice.value_or(absl::ZeroDuration()));
   if (now + backoff >= deadline) return std::nullopt;
   return backoff;
+}
+
+absl::Status WithAttemptBefore(const absl::Status& status, const absl::Status& before) {
+  if (!absl::IsDeadlineExceeded(status) || before.ok() ||
+      GetServerErrorDetails(status).has_value()) {
+    return status;
+  }
+  return absl::DeadlineExceededError(absl::StrCat(status.message(), " (the attempt before ended ",
+                                                  absl::StatusCodeToString(before.code()), ": ",
+                                                  before.message(), ")"));
 }
 
 void RetryingCall::Start(std::shared_ptr<grpc::GenericStub> stub, std::string method,

@@ -24,6 +24,10 @@ std::optional<absl::Duration> BackoffBeforeRetry(const RetryPolicy& policy,
                                                  absl::Time now, absl::Time deadline,
                                                  double random);
 
+// `status`; of a DEADLINE_EXCEEDED that no server explains the message then says how the attempt
+// before it ended (`before`, OK for none): that is what the time went to.
+absl::Status WithAttemptBefore(const absl::Status& status, const absl::Status& before);
+
 // One unary call in bytes, tried again as its policy says. Keeps itself alive until `done` has run,
 // on a gRPC thread.
 class RetryingCall {

@@ -83,5 +83,18 @@ TEST(RetryingCallTest, NoRetryThatTheDeadlineWouldCutOff) {
                   .has_value());
 }
 
+TEST(RetryingCallTest, ADeadlineWithoutAReasonTellsOfTheAttemptBefore) {
+  const absl::Status before = ServerError(grpc::StatusCode::UNAVAILABLE, "NO_EPOCH", 10);
+  const absl::Status late = absl::DeadlineExceededError("Deadline Exceeded");
+  const absl::Status told = WithAttemptBefore(late, before);
+  EXPECT_EQ(told.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(told.message(), "Deadline Exceeded (the attempt before ended UNAVAILABLE: text)");
+  EXPECT_EQ(WithAttemptBefore(late, absl::OkStatus()), late);
+  EXPECT_EQ(WithAttemptBefore(absl::UnavailableError("gone"), before),
+            absl::UnavailableError("gone"));
+  const absl::Status explained = ServerError(grpc::StatusCode::DEADLINE_EXCEEDED, "TOO_LATE", 0);
+  EXPECT_EQ(WithAttemptBefore(explained, before), explained);
+}
+
 }  // namespace
 }  // namespace expertmesh
