@@ -223,7 +223,7 @@ v1::GetStatusResponse ControlPlane::Impl::Status() const {
   response.set_model(NamesOf(models));
   response.set_ep_size(group->ep_size());
   if (!loaded) response.set_detail("the experts are being loaded");
-  if (loaded && group->epoch() == 0) response.set_detail("not all ranks are there");
+  if (loaded && group->epoch() == 0) response.set_detail(group->WhyNoEpoch());
   if (draining) response.set_detail("this server is stopping");
   FillCallStatus(metrics, &response);
   if (loaded) FillControlStatus(controller->Snapshot(), &response);

@@ -36,7 +36,7 @@ constexpr ReasonAdvice kReasonAdvice[] = {
     {"MESSAGE_TOO_LARGE", "send fewer tokens in one call"},
     {"DRAINING", "this server is stopping; another replica may answer"},
     {"NO_EPOCH",
-     "not all ranks are there: `expertmesh status` and the server's log say which it waits for"},
+     "not all ranks are at work: `expertmesh status` and the server's log say what it waits for"},
     {"STEP_LOST", "a rank was lost while the call ran; it is safe to try again"},
     {"NOT_IMPLEMENTED", "this build does not serve it"},
 };

@@ -54,16 +54,14 @@ std::string State(const v1::RankStatus& rank) {
 // What the group waits for.
 std::string WhyNotReady(const v1::GetStatusResponse& status) {
   std::vector<std::string> missing;
-  bool all_there = true;
   for (const v1::RankStatus& rank : status.ranks()) {
-    if (rank.state() == v1::RANK_STATE_ACTIVE || rank.state() == v1::RANK_STATE_STANDING_BY) {
+    if (rank.state() == v1::RANK_STATE_ACTIVE || rank.state() == v1::RANK_STATE_STANDING_BY ||
+        rank.state() == v1::RANK_STATE_TEARING_DOWN) {
       continue;
     }
-    all_there = false;
     missing.push_back(absl::StrCat(rank.ep_rank(), " (", State(rank), ")"));
   }
-  if (status.draining()) return status.detail();
-  if (all_there) return "all ranks are there, an epoch forms";
+  if (status.draining() || missing.empty()) return status.detail();
   return absl::StrCat("waiting for rank", missing.size() == 1 ? " " : "s ",
                       absl::StrJoin(missing, ", "));
 }

@@ -56,6 +56,9 @@ class ExpertGroup {
   // Of a model's weights, as all its ranks hold them; kInvalid where no rank
   // has said yet. Thread safe.
   virtual DType weight_dtype(std::string_view /*model*/) const { return DType::kInvalid; }
+  // For people: what an epoch waits for, while there is none. Thread safe; takes no lock that is
+  // held while the group calls out.
+  virtual std::string WhyNoEpoch() const { return "not all ranks are there"; }
   // Placement of one layer's experts; null for a model or layer that it does
   // not hold. Valid as long as the group.
   virtual const Placement *placement(std::string_view model, int32_t layer) const = 0;

@@ -7,6 +7,7 @@
 #include "server/ops/call_error.h"
 #include "server/ops/duration_text.h"
 #include "server/ops/epoch_end_text.h"
+#include "server/ops/few_of.h"
 #include "server/ops/rank_text.h"
 #include "server/ops/shown_text.h"
 
@@ -15,6 +16,13 @@ namespace {
 
 constexpr size_t kMaxWhyBytes = 512;
 constexpr absl::Duration kRefusalShownFor = absl::Minutes(10);
+
+// "rank 1", "ranks 0, 2 and 37 more".
+std::string RanksText(absl::Span<const int32_t> ranks) {
+  std::vector<std::string> names;
+  for (const int32_t rank : ranks) names.push_back(absl::StrCat(rank));
+  return absl::StrCat(names.size() == 1 ? "rank " : "ranks ", FewOf(names));
+}
 
 }  // namespace
 
@@ -220,14 +228,25 @@ void Membership::End(const absl::Status& reason) {
   }
 }
 
+void Membership::FailToForm(absl::Span<const int32_t> ep_ranks, const absl::Status& reason) {
+  for (std::optional<Member>& member : members_) {
+    if (member.has_value()) member->view.why.clear();
+  }
+  for (const int32_t rank : ep_ranks) {
+    members_[rank]->view.why = ShownText(reason.message(), kMaxWhyBytes);
+  }
+  End(reason);
+}
+
 void Membership::EpochReady(uint64_t member_id, uint64_t epoch, const absl::Status& status) {
   const absl::StatusOr<int32_t> rank = FindMember(options_.incarnation, member_id);
   if (!rank.ok() || epoch != epoch_ || members_[*rank]->state != MemberState::kForming) return;
   if (status.ok()) {
     members_[*rank]->state = MemberState::kActive;
   } else {
-    End(absl::Status(status.code(), RankText(*rank, absl::StrCat("could not form epoch ", epoch),
-                                             status.message())));
+    FailToForm({*rank}, absl::Status(status.code(),
+                                     RankText(*rank, absl::StrCat("could not form epoch ", epoch),
+                                              status.message())));
   }
   Advance();
 }
@@ -255,13 +274,10 @@ void Membership::Tick() {
   }
   if (now >= phase_deadline_) {
     if (phase_ == Phase::kForming) {
-      std::string missing;
-      for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
-        if (members_[rank]->state == MemberState::kForming) absl::StrAppend(&missing, " ", rank);
-      }
-      End(absl::DeadlineExceededError(absl::StrCat("epoch ", epoch_, " was not formed in ",
-                                                   absl::FormatDuration(options_.form_timeout),
-                                                   " by ranks", missing)));
+      const std::vector<int32_t> late = MembersWho(MemberState::kForming);
+      FailToForm(late, absl::DeadlineExceededError(absl::StrCat(
+                           "epoch ", epoch_, " was not formed in ",
+                           absl::FormatDuration(options_.form_timeout), " by ", RanksText(late))));
     } else if (phase_ == Phase::kEnding) {
       for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
         if (members_[rank].has_value() && members_[rank]->state == MemberState::kTearingDown) {
@@ -281,12 +297,21 @@ bool Membership::AllAre(MemberState state) const {
   });
 }
 
+std::vector<int32_t> Membership::MembersWho(MemberState state) const {
+  std::vector<int32_t> ranks;
+  for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
+    if (members_[rank].has_value() && members_[rank]->state == state) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
 void Membership::Advance() {
   if (phase_ == Phase::kForming && AllAre(MemberState::kActive)) {
     phase_ = Phase::kStanding;
     phase_deadline_ = absl::InfiniteFuture();
     num_failures_ = 0;
     form_at_ = absl::InfinitePast();
+    for (std::optional<Member>& member : members_) member->view.why.clear();
   }
   if (phase_ == Phase::kEnding &&
       std::none_of(members_.begin(), members_.end(), [](const auto& member) {
@@ -321,6 +346,19 @@ absl::Time Membership::next_deadline() const {
 }
 
 std::vector<MembershipAction> Membership::TakeActions() { return std::exchange(actions_, {}); }
+
+std::string Membership::WhyNoEpoch() const {
+  const std::string* failure = nullptr;
+  for (const std::optional<Member>& member : members_) {
+    if (!member.has_value()) return "not all ranks are there";
+    if (failure == nullptr && !member->view.why.empty()) failure = &member->view.why;
+  }
+  if (failure != nullptr) return absl::StrCat("all ranks are there, but ", *failure);
+  if (const std::vector<int32_t> late = MembersWho(MemberState::kTearingDown); !late.empty()) {
+    return absl::StrCat("all ranks are there, the last epoch is being left by ", RanksText(late));
+  }
+  return "all ranks are there, an epoch forms";
+}
 
 std::vector<MemberView> Membership::View() const {
   std::vector<MemberView> views(options_.ep_size);

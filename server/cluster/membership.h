@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "kernels/base/dtype.h"
 #include "server/cluster/rank_offer.h"
 #include "server/ops/clock.h"
@@ -80,8 +81,10 @@ struct MemberView {
   absl::Duration heartbeat_age;
   double load_progress = 0;                    // 1 for a member
   std::map<std::string, DType> weight_dtypes;  // by model, as loaded; of a member
-  std::string why;                             // kLost, kLeft, kRefused
-  absl::Duration why_age;                      // time since then
+  // kLost, kLeft, kRefused; of a member, why the last epoch could not be formed, if that is its
+  // doing and none has stood since.
+  std::string why;
+  absl::Duration why_age;  // kLost, kLeft, kRefused: time since then
 };
 
 // Who is in the group, and its epochs: pure state, no threads, no I/O. Every function may leave
@@ -134,6 +137,8 @@ class Membership {
   // The epoch whose rendezvous keys may be used; 0: none.
   uint64_t forming_epoch() const { return phase_ == Phase::kForming ? epoch_ : 0; }
   std::vector<MemberView> View() const;  // [ep_size]
+  // For people: what an epoch waits for, while none stands.
+  std::string WhyNoEpoch() const;
 
  private:
   enum class Phase : uint8_t { kNone, kForming, kStanding, kEnding };
@@ -161,7 +166,10 @@ class Membership {
   absl::StatusOr<int32_t> FindMember(uint64_t incarnation, uint64_t member_id) const;
   void Remove(int32_t ep_rank, const absl::Status& reason, bool has_left = false);
   void End(const absl::Status& reason);
+  // Ends the forming epoch, which these did not come to stand in.
+  void FailToForm(absl::Span<const int32_t> ep_ranks, const absl::Status& reason);
   bool AllAre(MemberState state) const;
+  std::vector<int32_t> MembersWho(MemberState state) const;
   // From kEnding to kNone when nobody is left to wait for, from kNone to kForming when all are
   // there, from kForming to kStanding when all are ready.
   void Advance();

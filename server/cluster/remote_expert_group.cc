@@ -266,6 +266,11 @@ std::string RemoteExpertGroup::instruction_set() const {
   return instruction_set_;
 }
 
+std::string RemoteExpertGroup::WhyNoEpoch() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return membership_.WhyNoEpoch();
+}
+
 DType RemoteExpertGroup::weight_dtype(std::string_view model) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = weight_dtypes_.find(model);

@@ -67,6 +67,7 @@ class RemoteExpertGroup : public ExpertGroup {
   // Of the standing epoch, or the last one.
   std::string instruction_set() const override;
   DType weight_dtype(std::string_view model) const override;
+  std::string WhyNoEpoch() const override;
   Allocator* request_allocator() override { return options_.allocator.get(); }
   const std::shared_ptr<Allocator>& allocator() const { return options_.allocator; }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "server/control/step_controller.h"
 #include "server/ops/call_error.h"
 
@@ -65,10 +66,14 @@ absl::Status StepController::LateError(const PendingCall& call, absl::Time now) 
   if (call.was_lost) {
     // As for NO_EPOCH: the rank is away.
     return RetryableError(ErrorReason::kStepLost,
-                          "a rank was lost and no new epoch formed before the call's deadline",
+                          absl::StrCat("a rank was lost, and no new epoch stood before the call's "
+                                       "deadline: ",
+                                       group_->WhyNoEpoch()),
                           absl::Seconds(1));
   }
-  return CallError(ErrorReason::kNoEpoch, "not all ranks came before the call's deadline");
+  return CallError(
+      ErrorReason::kNoEpoch,
+      absl::StrCat("no epoch stood before the call's deadline: ", group_->WhyNoEpoch()));
 }
 
 void StepController::TimerLoop() {

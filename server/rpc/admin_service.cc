@@ -197,6 +197,8 @@ void FillMemberStatus(absl::Span<const MemberView> members, v1::GetStatusRespons
       out->set_detail(absl::StrCat(member.why, " ", AgeText(member.why_age)));
     } else if (member.state == MemberState::kRefused) {
       out->set_detail(absl::StrCat(AgeText(member.why_age), ": ", member.why));
+    } else if (!member.why.empty()) {
+      out->set_detail(member.why);
     } else if (member.state == MemberState::kForming) {
       out->set_detail("forming an epoch");
     }

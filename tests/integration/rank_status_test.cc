@@ -316,6 +316,46 @@ TEST(RankStatusTest, StatusTellsTheLifeOfARank) {
   EXPECT_EQ(active.detail(), "");
 }
 
+// Rank 0 is there and tells the others an address where it does not listen.
+TEST(RankStatusTest, WhyAllRanksFormNoEpochIsToldUntilOneStands) {
+  const auto cluster = RankCluster::Start(
+      {.checkpoint = kCheckpoint, .ep_size = 2, .control_args = {"--allow_admin"}});
+  ASSERT_NE(cluster, nullptr);
+  ServerUnderTest& control = cluster->control();
+  ASSERT_TRUE(cluster->rank(0).Kill().ok());
+  WaitForState(control, 0, v1::RANK_STATE_LOST);
+  const auto misplaced =
+      cluster->StartExpertServer({absl::StrCat("--checkpoint=", kCheckpoint), "--ep_rank=0",
+                                  "--ep_size=2", "--threads=1", "--advertise_address=127.0.0.99"});
+  ASSERT_NE(misplaced, nullptr);
+  ASSERT_TRUE(
+      control.process().WaitForLine("an epoch did not come to stand.*127.0.0.99", kPlenty).ok());
+  const auto why = [&control] { return control.GetStatus()->detail(); };
+  EXPECT_THAT(why(), testing::StartsWith("all ranks are there, but rank 1 could not form epoch "));
+  EXPECT_THAT(why(), HasSubstr("127.0.0.99"));
+  EXPECT_THAT(control.GetStatus()->ranks(1).detail(), HasSubstr("could not form epoch "));
+  std::mt19937_64 random(1);
+  const v1::ForwardRequest request = RandomRequest(random, 3, 2);
+  CallOutcome refused;
+  // On a busy machine the deadline itself comes before an answer just before it.
+  for (absl::Duration timeout = absl::Seconds(1); timeout < kPlenty && refused.reason.empty();
+       timeout *= 2) {
+    refused = control.StartForward(request, timeout).Wait();
+  }
+  EXPECT_EQ(refused.reason, "NO_EPOCH");
+  EXPECT_THAT(refused.message, HasSubstr("all ranks are there, but rank 1 could not form epoch "));
+
+  ASSERT_TRUE(misplaced->Kill().ok());
+  WaitForState(control, 0, v1::RANK_STATE_LOST);
+  EXPECT_EQ(why(), "not all ranks are there");
+  ASSERT_TRUE(cluster->StartRank(0));
+  WaitForState(control, 1, v1::RANK_STATE_ACTIVE);
+  const CallOutcome served = control.Forward(request);
+  EXPECT_TRUE(served.ok()) << served;
+  EXPECT_EQ(why(), "");
+  EXPECT_EQ(control.GetStatus()->ranks(1).detail(), "");
+}
+
 TEST(RankStatusTest, OneInstructionSetPerGroup) {
   const auto cluster = RankCluster::Start({.checkpoint = kCheckpoint,
                                            .ep_size = 2,

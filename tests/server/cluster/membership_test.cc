@@ -425,8 +425,14 @@ TEST(MembershipTest, AnEpochThatCannotBeFormedIsTriedAgainLaterAndLater) {
     ASSERT_EQ(membership.forming_epoch(), epoch);
     membership.EpochReady(ids[0], epoch, absl::OkStatus());
     membership.EpochReady(ids[1], epoch, absl::UnavailableError("no such address"));
+    const std::string why =
+        absl::StrCat("rank 1 could not form epoch ", epoch, ": no such address");
+    EXPECT_EQ(membership.WhyNoEpoch(), "all ranks are there, but " + why);
     group.AnswerAll();
     EXPECT_EQ(membership.forming_epoch(), 0u);
+    EXPECT_EQ(membership.View()[0].why, "");
+    EXPECT_EQ(membership.View()[1].why, why);
+    EXPECT_EQ(membership.WhyNoEpoch(), "all ranks are there, but " + why);
     const absl::Duration delay = membership.next_deadline() - group.clock.Now();
     EXPECT_GE(delay, last_delay);
     EXPECT_LE(delay, absl::Seconds(2));
@@ -435,8 +441,52 @@ TEST(MembershipTest, AnEpochThatCannotBeFormedIsTriedAgainLaterAndLater) {
     for (const uint64_t id : ids) ASSERT_TRUE(membership.Heartbeat(kIncarnation, id).ok());
     membership.Tick();
   }
+  EXPECT_THAT(membership.WhyNoEpoch(), HasSubstr("rank 1 could not form epoch 8"));
   group.AnswerAll();
   EXPECT_EQ(membership.epoch(), 9u);
+  EXPECT_EQ(membership.View()[1].why, "");
+}
+
+TEST(MembershipTest, WhyThereIsNoEpochIsTheLastFailureWhereAllAreThere) {
+  Group group(3, 6);
+  Membership& membership = group.membership();
+  EXPECT_EQ(membership.WhyNoEpoch(), "not all ranks are there");
+  const std::vector<uint64_t> ids = {group.JoinAndAttach(0, 1), group.JoinAndAttach(1, 2),
+                                     group.JoinAndAttach(2, 3)};
+  EXPECT_EQ(membership.WhyNoEpoch(), "all ranks are there, an epoch forms");
+  // What a rank says is shown to people, and has its limits.
+  membership.EpochReady(ids[2], 1, absl::UnknownError("\n" + std::string(5000, 'x')));
+  EXPECT_EQ(membership.WhyNoEpoch().find('\n'), std::string::npos);
+  EXPECT_LE(membership.WhyNoEpoch().size(), 1024u);
+  group.AnswerAll();
+  const auto try_again = [&group, &membership] {
+    group.clock.Advance(absl::Milliseconds(200));
+    membership.Tick();
+  };
+  try_again();
+  ASSERT_EQ(membership.forming_epoch(), 2u);
+  membership.EpochReady(ids[1], 2, absl::OkStatus());
+  for (int i = 0; i < 3; ++i) {
+    group.clock.Advance(absl::Seconds(1));
+    for (const uint64_t id : ids) ASSERT_TRUE(membership.Heartbeat(kIncarnation, id).ok());
+  }
+  membership.Tick();
+  const std::string late = "epoch 2 was not formed in 3s by ranks 0, 2";
+  EXPECT_EQ(membership.WhyNoEpoch(), "all ranks are there, but " + late);
+  EXPECT_EQ(membership.View()[0].why, late);
+  EXPECT_EQ(membership.View()[1].why, "");
+  EXPECT_EQ(membership.View()[2].why, late);
+
+  group.AnswerAll();
+  membership.Leave(ids[2]);
+  EXPECT_EQ(membership.WhyNoEpoch(), "not all ranks are there");
+  group.JoinAndAttach(2, 4);
+  try_again();
+  group.AnswerAll();
+  ASSERT_EQ(membership.epoch(), 3u);
+  membership.EndEpoch(3, absl::UnavailableError("a step took too long"));
+  membership.EpochDown(ids[0], 3);
+  EXPECT_THAT(membership.WhyNoEpoch(), HasSubstr("the last epoch is being left by ranks 1, 2"));
 }
 
 TEST(MembershipTest, WhoDoesNotFormOrDropAnEpochInTimeDoesNotHoldUpTheOthers) {

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <string_view>
 #include <thread>
 #include <vector>
@@ -44,6 +45,8 @@ class ScriptedExpertGroup : public ExpertGroup {
   std::function<absl::Status()> start_script;
   // UNAVAILABLE and DEADLINE_EXCEEDED from the script form the next epoch at once.
   bool forms_epochs = true;
+  // Set before there is none.
+  std::string why_no_epoch = "not all ranks are there";
   // With more than one, steps run when they are finished, in their order; the script is asked then.
   int32_t lanes = 1;
 
@@ -55,6 +58,7 @@ class ScriptedExpertGroup : public ExpertGroup {
   uint64_t incarnation() const override { return 77; }
   uint64_t epoch() const override { return epoch_; }
   const Placement* placement(std::string_view model, int32_t layer) const override;
+  std::string WhyNoEpoch() const override { return why_no_epoch; }
   Allocator* request_allocator() override { return &pool_; }
   absl::StatusOr<GroupStepResult> RunStep(GroupStep step, bool on_caller,
                                           absl::Time step_deadline) override;

@@ -108,6 +108,7 @@ TEST_F(StepControllerLifecycleTest, ACallWithoutDeadlineGetsTheServers) {
 TEST_F(StepControllerLifecycleTest, WithoutEpochTheAnswerComesBeforeTheDeadline) {
   options.no_epoch_margin = absl::Milliseconds(50);
   group.SetEpoch(0);
+  group.why_no_epoch = "all ranks are there, but rank 0 could not form epoch 17: no network";
   Start();
   TestCall call = MakeCallFor(absl::Seconds(1));
   TestCall brief = MakeCallFor(absl::Milliseconds(40));
@@ -120,6 +121,9 @@ TEST_F(StepControllerLifecycleTest, WithoutEpochTheAnswerComesBeforeTheDeadline)
   clock.Advance(absl::Milliseconds(1));
   EXPECT_EQ(call.answer->WaitCode(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(ReasonOf(call.answer->Wait().status()), ErrorReason::kNoEpoch);
+  EXPECT_EQ(call.answer->Wait().status().message(),
+            "no epoch stood before the call's deadline: all ranks are there, but rank 0 could not "
+            "form epoch 17: no network");
   group.SetEpoch(1);
   ExpectNothingInFlight();
 }
@@ -169,6 +173,9 @@ TEST_F(StepControllerLifecycleTest, AfterALossTheAnswerSaysSo) {
   clock.Advance(absl::Milliseconds(960));
   EXPECT_EQ(call.answer->WaitCode(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(ReasonOf(call.answer->Wait().status()), ErrorReason::kStepLost);
+  EXPECT_EQ(call.answer->Wait().status().message(),
+            "a rank was lost, and no new epoch stood before the call's deadline: not all ranks are "
+            "there");
   EXPECT_EQ(ReasonOf(later.answer->Wait().status()), ErrorReason::kNoEpoch);
   EXPECT_EQ(controller->Snapshot().bytes_in_flight, 0);
 }
