@@ -102,6 +102,8 @@ TEST(DeployScriptsTest, ALocalClusterServesAndSaysWhatToTry) {
   LocalCluster cluster({"3"});
   const std::string target = cluster.WaitForLine(
       "^local_cluster \\| ready: clients call (127\\.0\\.0\\.1:[0-9]+); pids")[1];
+  cluster.WaitForLine("^control-plane \\| .* metrics on http://127\\.0\\.0\\.1:[0-9]+/metrics");
+  cluster.WaitForLine("^local_cluster \\| metrics: the control plane says above where");
   const std::string folder =
       cluster.WaitForLine("forward --tokens=16 --check=(/[^ ]+) --target")[1];
   const FinishedProcess forward =
