@@ -69,9 +69,10 @@ struct EmulatedCudaCounts {
     const auto found = calls.find(function);
     return found == calls.end() ? 0 : found->second;
   }
-  // Of all functions but those of the last error; a kernel's launch is one.
+  // Of all functions but those of the last error and cudaSetDevice, which each thread of a stream
+  // calls once it gets to run; a kernel's launch is one.
   int64_t AllCalls() const {
-    int64_t count = 0;
+    int64_t count = -Calls("cudaSetDevice");
     for (const auto& [function, number] : calls) count += number;
     return count;
   }
