@@ -72,6 +72,7 @@ RemoteExpertGroup::RemoteExpertGroup(RemoteExpertGroupOptions options, Placement
       placements_(std::move(placements)),
       clock_(clock),
       usage_(options_.ep_size),
+      refusals_(clock),
       membership_(std::move(membership_options), clock),
       ranks_(options_.ep_size),
       stream_members_(options_.ep_size) {}
@@ -205,13 +206,13 @@ absl::StatusOr<uint64_t> RemoteExpertGroup::Join(const RankOffer& offer) {
   Act(lock);
   lock.unlock();
   if (member_id.ok()) {
+    refusals_.TellDue();
     LogInfo("a rank joined", {{"ep_rank", offer.ep_rank},
                               {"member", *member_id},
                               {"address", offer.address},
                               {"isa", offer.instruction_set}});
   } else {
-    LogWarning("a rank was refused",
-               {{"ep_rank", offer.ep_rank}, {"why", member_id.status().message()}});
+    refusals_.Add(offer.ep_rank, offer.address, member_id.status().message());
   }
   return member_id;
 }
@@ -256,7 +257,9 @@ absl::Status RemoteExpertGroup::Announce(const RankAnnouncement& announcement) {
   return is_first.status();
 }
 
-void RemoteExpertGroup::NoteRefusal(int32_t ep_rank, const absl::Status& status) {
+void RemoteExpertGroup::NoteRefusal(int32_t ep_rank, const std::string& address,
+                                    const absl::Status& status) {
+  refusals_.Add(ep_rank, address, status.message());
   const std::lock_guard<std::mutex> lock(mutex_);
   membership_.NoteRefusal(ep_rank, status);
 }

@@ -25,6 +25,7 @@
 #include "server/cluster/expert_group.h"
 #include "server/cluster/group_usage.h"
 #include "server/cluster/membership.h"
+#include "server/cluster/refusal_log.h"
 #include "server/cluster/remote_rank.h"
 #include "server/cluster/running_step.h"
 #include "server/comm/in_memory_rendezvous_store.h"
@@ -86,7 +87,8 @@ class RemoteExpertGroup : public ExpertGroup {
   absl::Status Attach(uint64_t incarnation, uint64_t member_id, std::shared_ptr<RemoteRank> rank);
   absl::Status Heartbeat(uint64_t incarnation, uint64_t member_id, int64_t memory_used_bytes);
   absl::Status Announce(const RankAnnouncement& announcement);
-  void NoteRefusal(int32_t ep_rank, const absl::Status& status);
+  // Who was refused before Join; `address` is for people.
+  void NoteRefusal(int32_t ep_rank, const std::string& address, const absl::Status& status);
   void OnEpochReady(uint64_t member_id, uint64_t epoch, const absl::Status& status);
   void OnEpochDown(uint64_t member_id, uint64_t epoch);
   void OnStreamEnded(uint64_t member_id, const absl::Status& reason);
@@ -135,6 +137,7 @@ class RemoteExpertGroup : public ExpertGroup {
   InMemoryRendezvousStore rendezvous_;
   std::atomic<uint64_t> epoch_{0};
   CollectiveOrder order_;  // of whoever starts steps
+  RefusalLog refusals_;
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable clock_cv_;

@@ -11,7 +11,6 @@
 #include "grpcpp/security/auth_context.h"
 #include "grpcpp/server_context.h"
 #include "server/ops/call_error.h"
-#include "server/ops/logging.h"
 #include "server/ops/shown_text.h"
 #include "server/rpc/rank_stream.h"
 #include "server/rpc/rendezvous_quota.h"
@@ -109,8 +108,8 @@ class RankServiceImpl final : public RankServiceBase {
                                  v1::JoinResponse* response) override {
     absl::Status status = CheckPeer(*context);
     if (!status.ok()) {
-      LogWarning("a rank was refused", {{"why", status.message()}});
-      group().NoteRefusal(request->ep_rank(), status);
+      group().NoteRefusal(request->ep_rank(), ShownText(request->comm_address(), kMaxShownBytes),
+                          status);
     }
     if (status.ok()) {
       const absl::StatusOr<uint64_t> member_id = group().Join(OfferOf(*request));

@@ -201,6 +201,23 @@ TEST(RankClusterTest, RefusedRanksSayWhyAndTheGroupIsUnharmed) {
   EXPECT_THAT((*lonely)->Stderr(), HasSubstr("could not join at 127.0.0.1:1 in 500ms"));
 }
 
+TEST(RankClusterTest, ASecondServerForAPlaceTakesItWhenTheFirstIsGone) {
+  const auto cluster = RankCluster::Start({.checkpoint = kRankCheckpoint, .ep_size = 2});
+  ASSERT_NE(cluster, nullptr);
+  const auto standby =
+      cluster->StartExpertServer({absl::StrCat("--checkpoint=", kRankCheckpoint), "--ep_rank=1",
+                                  "--ep_size=2", "--threads=1", "--join_timeout=300s"});
+  ASSERT_NE(standby, nullptr);
+  ASSERT_TRUE(cluster->control()
+                  .process()
+                  .WaitForLine("a rank was refused ep_rank=1 .*rank 1 is taken .*times=1$", kPlenty)
+                  .ok());
+  ASSERT_TRUE(standby->WaitForLine("cannot join yet", kPlenty).ok());
+  ASSERT_TRUE(cluster->rank(1).Kill().ok());
+  ASSERT_TRUE(cluster->WaitForEpoch(2));
+  EXPECT_TRUE(standby->WaitForLine("in an epoch epoch=2", kPlenty).ok());
+}
+
 TEST(RankClusterTest, RanksKeepTheirWeightsAcrossARestartOfTheControlPlane) {
   Oracle oracle(2);
   ASSERT_TRUE(oracle.ok());
