@@ -71,7 +71,7 @@ std::string RankTable(const v1::GetStatusResponse& status) {
                    {"state"},
                    {"host"},
                    {"heartbeat", ColumnAlign::kRight},
-                   {"experts", ColumnAlign::kRight},
+                   {"experts x layers", ColumnAlign::kRight},
                    {"weights", ColumnAlign::kRight},
                    {"memory", ColumnAlign::kRight},
                    {"steps", ColumnAlign::kRight},

@@ -95,9 +95,10 @@ std::string WhoHasWhat(const RankOffer& offer, const ExpectedGroup& group) {
 
 absl::Status CheckPlace(int32_t ep_rank, int32_t ep_size, const ExpectedGroup& group) {
   if (ep_size != group.ep_size) {
-    return CallError(ErrorReason::kWrongEpSize,
-                     absl::StrCat("rank ", ep_rank, " was started for ", ep_size,
-                                  " ranks, this group has ", group.ep_size));
+    return CallError(
+        ErrorReason::kWrongEpSize,
+        absl::StrCat("rank ", ep_rank, " was started for ", ep_size,
+                     ep_size == 1 ? " rank" : " ranks", ", this group has ", group.ep_size));
   }
   if (ep_rank < 0 || ep_rank >= group.ep_size) {
     return InvalidFieldError("ep_rank", ep_rank, absl::StrCat("0 to ", group.ep_size - 1));
@@ -116,7 +117,8 @@ absl::Status CheckOffer(const RankOffer& offer, const ExpectedGroup& group) {
     return status;
   if (offer.models.size() != group.models.size()) {
     return WrongModel(offer.ep_rank,
-                      absl::StrCat("brings ", offer.models.size(), " models instead of ",
+                      absl::StrCat("brings ", offer.models.size(),
+                                   offer.models.size() == 1 ? " model" : " models", " instead of ",
                                    group.models.size(), "; ", WhoHasWhat(offer, group)));
   }
   for (const ExpectedModel& expected : group.models) {

@@ -194,7 +194,7 @@ void FillMemberStatus(absl::Span<const MemberView> members, v1::GetStatusRespons
     if (member.state == MemberState::kMissing) {
       out->set_detail("no expert server with this number has joined");
     } else if (member.state == MemberState::kLost || member.state == MemberState::kLeft) {
-      out->set_detail(absl::StrCat(member.why, " ", AgeText(member.why_age)));
+      out->set_detail(absl::StrCat(member.why, " (", AgeText(member.why_age), ")"));
     } else if (member.state == MemberState::kRefused) {
       out->set_detail(absl::StrCat(AgeText(member.why_age), ": ", member.why));
     } else if (!member.why.empty()) {

@@ -58,22 +58,24 @@ TEST(StatusTextTest, Ready) {
   status.set_load_imbalance(1.125);
   *status.add_ranks() = Rank(0, v1::RANK_STATE_ACTIVE);
   *status.add_ranks() = Rank(1, v1::RANK_STATE_ACTIVE);
-  EXPECT_EQ(
-      StatusText(status),
-      "tiny: ready\n"
-      "  epoch         3, for 1m1s, 2 ranks\n"
-      "  control plane up 12.3s, version 0.1.0, incarnation 3c9fda9a23e44752\n"
-      "  calls         10 answered, 1 failed\n"
-      "  steps         9 done, 1 replayed, 0 in flight on 2 lanes\n"
-      "  queue         0 calls, 0 of 1000 tokens, 0 B of 1.0 GiB\n"
-      "  balance       the busiest rank has 1.12 times the mean of expert rows\n"
-      "\n"
-      "  rank  state   host       heartbeat  experts  weights                memory  steps  expert "
-      "rows  kernels\n"
-      "     0  active  127.0.0.1  312ms ago       12  2.0 MiB  45.0 MiB of 22.0 GiB      7      "
-      "1234567  avx2\n"
-      "     1  active  127.0.0.1  312ms ago       12  2.0 MiB  45.0 MiB of 22.0 GiB      7      "
-      "1234567  avx2\n");
+  EXPECT_EQ(StatusText(status),
+            "tiny: ready\n"
+            "  epoch         3, for 1m1s, 2 ranks\n"
+            "  control plane up 12.3s, version 0.1.0, incarnation 3c9fda9a23e44752\n"
+            "  calls         10 answered, 1 failed\n"
+            "  steps         9 done, 1 replayed, 0 in flight on 2 lanes\n"
+            "  queue         0 calls, 0 of 1000 tokens, 0 B of 1.0 GiB\n"
+            "  balance       the busiest rank has 1.12 times the mean of expert rows\n"
+            "\n"
+            "  rank  state   host       heartbeat  experts x layers  weights                memory "
+            " steps  expert "
+            "rows  kernels\n"
+            "     0  active  127.0.0.1  312ms ago                12  2.0 MiB  45.0 MiB of 22.0 GiB "
+            "     7      "
+            "1234567  avx2\n"
+            "     1  active  127.0.0.1  312ms ago                12  2.0 MiB  45.0 MiB of 22.0 GiB "
+            "     7      "
+            "1234567  avx2\n");
 }
 
 TEST(StatusTextTest, FormingWithoutOneRankWhileAnotherLoads) {
@@ -101,14 +103,14 @@ TEST(StatusTextTest, ALostRankSaysWhyInAColumnOfItsOwn) {
   v1::RankStatus lost;
   lost.set_ep_rank(1);
   lost.set_state(v1::RANK_STATE_LOST);
-  lost.set_detail("its stream ended 2.3s ago");
+  lost.set_detail("its stream ended (2.3s ago)");
   *status.add_ranks() = lost;
   const std::string text = StatusText(status);
   EXPECT_EQ(text.substr(0, text.find('\n')), "tiny: not ready, waiting for rank 1 (lost)");
   const size_t title = text.find("why");
   ASSERT_NE(title, std::string::npos);
   const size_t column = title - text.rfind('\n', title);
-  const size_t reason = text.find("its stream ended 2.3s ago\n");
+  const size_t reason = text.find("its stream ended (2.3s ago)\n");
   ASSERT_NE(reason, std::string::npos) << text;
   EXPECT_EQ(reason - text.rfind('\n', reason), column) << text;
 }

@@ -139,7 +139,10 @@ TEST(MembershipTest, RefusalsNameTheirReasonAndHarmNothing) {
   const std::vector<Case> cases = {
       {ErrorReason::kRankTaken, [](RankOffer&) {}, "host-1"},
       {ErrorReason::kProtocolMismatch, [](RankOffer& o) { o.protocol_version = 7; }, "7"},
-      {ErrorReason::kWrongEpSize, [](RankOffer& o) { o.ep_size = 3; }, "3"},
+      {ErrorReason::kWrongEpSize, [](RankOffer& o) { o.ep_size = 3; },
+       "started for 3 ranks, this group has 2"},
+      {ErrorReason::kWrongEpSize, [](RankOffer& o) { o.ep_size = 1; },
+       "started for 1 rank, this group has 2"},
       {ErrorReason::kInvalidField, [](RankOffer& o) { o.ep_rank = 2; }, "ep_rank"},
       {ErrorReason::kInvalidField, [](RankOffer& o) { o.ep_rank = -1; }, "ep_rank"},
       {ErrorReason::kWrongModel, [](RankOffer& o) { o.models[0].model = "x"; },
