@@ -23,12 +23,13 @@ declare -A sources=(
     server/model/printable.cc"
   [model_config]="server/model/model_config.cc server/model/config_reader.cc
     server/model/architectures.cc server/model/architecture_lookup.cc server/model/model_spec.cc
-    server/model/strict_json.cc server/model/printable.cc kernels/base/dtype.cc"
+    server/model/strict_json.cc server/model/printable.cc server/ops/command_line.cc
+    kernels/base/dtype.cc kernels/expert_kernels.cc"
 )
 flags="-std=c++20 -O1 -g1 -I. -fno-omit-frame-pointer -ffp-contract=off
   -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all"
 libraries="$(pkg-config --libs absl_strings absl_str_format absl_status absl_statusor \
-  absl_flat_hash_map absl_flat_hash_set absl_cleanup)"
+  absl_flat_hash_map absl_flat_hash_set absl_cleanup absl_flags absl_flags_reflection absl_time)"
 
 out=build/fuzz
 mkdir -p "$out"
