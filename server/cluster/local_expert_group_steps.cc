@@ -58,9 +58,11 @@ absl::StatusOr<GroupStepResult> LocalExpertGroup::RunStep(GroupStep step, bool o
       step.plan.direct.has_value() ? RunDirect(std::move(step), on_caller, step_deadline)
                                    : RunOnRanks(std::move(step), on_caller, step_deadline);
   if (!result.ok()) {
-    if (options_.on_device_lost != nullptr) {
-      const absl::Status device = engines_.front()->backend().device_status();
-      if (!device.ok()) options_.on_device_lost(device);
+    const absl::Status device = engines_.front()->backend().device_status();
+    if (!device.ok()) {
+      // What one rank's thread saw of it may be no more than that another one gave up.
+      result = device;
+      if (options_.on_device_lost != nullptr) options_.on_device_lost(device);
     }
     FormEpoch();
   }
