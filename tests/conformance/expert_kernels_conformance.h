@@ -46,6 +46,29 @@ inline std::string ExpertKernelsParamName(const testing::TestParamInfo<ExpertKer
          "_rows_" + std::string(DTypeName(std::get<2>(info.param))) + "_weights";
 }
 
+// `run` is the FFN of three loaded experts of this shape.
+inline void ExpectARowsBytesDependOnNothingElse(
+    const ExpertLayerShape& shape, DType activation_dtype,
+    const std::function<OutputByExpert(const RowsByExpert&, ActivationFormat)>& run) {
+  const int64_t hidden_size = shape.hidden_size;
+  const RowsByExpert alone_rows = RandomRows(shape, {0, 1, 0}, activation_dtype, 22);
+  const OutputByExpert alone = run(alone_rows, ActivationFormat::kContiguous);
+  for (const int32_t num_rows : {1, 2, 3, 5, 7, 13, 40}) {
+    for (const int32_t position : {0, num_rows - 1}) {
+      SCOPED_TRACE("row " + std::to_string(position) + " of " + std::to_string(num_rows));
+      RowsByExpert rows = RandomRows(shape, {num_rows % 5, num_rows, num_rows % 3},
+                                     activation_dtype, static_cast<uint64_t>(num_rows));
+      std::copy(alone_rows[1].begin(), alone_rows[1].end(),
+                rows[1].begin() + position * hidden_size);
+      const OutputByExpert together =
+          run(rows, num_rows % 2 == 0 ? ActivationFormat::kContiguous : ActivationFormat::kBatched);
+      ASSERT_EQ(std::memcmp(together[1].data() + position * hidden_size, alone[1].data(),
+                            static_cast<size_t>(hidden_size) * sizeof(float)),
+                0);
+    }
+  }
+}
+
 class ExpertKernelsConformance : public testing::TestWithParam<ExpertKernelsParam> {
  protected:
   const DType activation_dtype_ = std::get<1>(GetParam());
@@ -191,25 +214,11 @@ TEST_P(ExpertKernelsConformance, ReadsStridedLayouts) {
 
 TEST_P(ExpertKernelsConformance, ARowsBytesDependOnNothingElse) {
   const RandomLayer layer(Shape(3, 43, 35), /*with_biases=*/false, 21);
-  const int64_t hidden_size = layer.shape.hidden_size;
   const std::unique_ptr<ExpertKernels> kernels = Load(layer);
-  const RowsByExpert alone_rows = RandomRows(layer.shape, {0, 1, 0}, activation_dtype_, 22);
-  const OutputByExpert alone = Run(*kernels, alone_rows, ActivationFormat::kContiguous);
-  for (const int32_t num_rows : {1, 2, 3, 5, 7, 13, 40}) {
-    for (const int32_t position : {0, num_rows - 1}) {
-      SCOPED_TRACE("row " + std::to_string(position) + " of " + std::to_string(num_rows));
-      RowsByExpert rows = RandomRows(layer.shape, {num_rows % 5, num_rows, num_rows % 3},
-                                     activation_dtype_, static_cast<uint64_t>(num_rows));
-      std::copy(alone_rows[1].begin(), alone_rows[1].end(),
-                rows[1].begin() + position * hidden_size);
-      const OutputByExpert together =
-          Run(*kernels, rows,
-              num_rows % 2 == 0 ? ActivationFormat::kContiguous : ActivationFormat::kBatched);
-      ASSERT_EQ(std::memcmp(together[1].data() + position * hidden_size, alone[1].data(),
-                            static_cast<size_t>(hidden_size) * sizeof(float)),
-                0);
-    }
-  }
+  ExpectARowsBytesDependOnNothingElse(layer.shape, activation_dtype_,
+                                      [&](const RowsByExpert& rows, ActivationFormat format) {
+                                        return Run(*kernels, rows, format);
+                                      });
 }
 
 // As steps of a fixed capacity do: the same sizes in memory that was used before, other counts.

@@ -165,26 +165,12 @@ TEST_P(Float8ExpertKernelsConformance, ReadsStridedLayouts) {
 }
 
 TEST_P(Float8ExpertKernelsConformance, ARowsBytesDependOnNothingElse) {
-  const int64_t hidden_size = 256;
-  const RandomFloat8Layer layer(Shape(3, hidden_size, 128), /*with_biases=*/false, 21);
+  const RandomFloat8Layer layer(Shape(3, 256, 128), /*with_biases=*/false, 21);
   const std::unique_ptr<ExpertKernels> kernels = Load(layer);
-  const RowsByExpert alone_rows = RandomRows(layer.shape, {0, 1, 0}, activation_dtype_, 22);
-  const OutputByExpert alone = Run(*kernels, alone_rows, ActivationFormat::kContiguous);
-  for (const int32_t num_rows : {1, 2, 7, 40}) {
-    for (const int32_t position : {0, num_rows - 1}) {
-      SCOPED_TRACE("row " + std::to_string(position) + " of " + std::to_string(num_rows));
-      RowsByExpert rows = RandomRows(layer.shape, {num_rows % 5, num_rows, num_rows % 3},
-                                     activation_dtype_, static_cast<uint64_t>(num_rows));
-      std::copy(alone_rows[1].begin(), alone_rows[1].end(),
-                rows[1].begin() + position * hidden_size);
-      const OutputByExpert together =
-          Run(*kernels, rows,
-              num_rows % 2 == 0 ? ActivationFormat::kContiguous : ActivationFormat::kBatched);
-      ASSERT_EQ(std::memcmp(together[1].data() + position * hidden_size, alone[1].data(),
-                            static_cast<size_t>(hidden_size) * sizeof(float)),
-                0);
-    }
-  }
+  ExpectARowsBytesDependOnNothingElse(layer.shape, activation_dtype_,
+                                      [&](const RowsByExpert& rows, ActivationFormat format) {
+                                        return Run(*kernels, rows, format);
+                                      });
 }
 
 TEST_P(Float8ExpertKernelsConformance, ANanStaysInItsRow) {

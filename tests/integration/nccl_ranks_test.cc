@@ -8,7 +8,6 @@
 #include <cmath>
 #include <map>
 #include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -16,6 +15,7 @@
 #include "absl/time/clock.h"
 #include "kernels/base/dtype.h"
 #include "tests/golden/golden_fixture.h"
+#include "tests/integration/golden_request.h"
 #include "tests/integration/nccl_cluster.h"
 #include "tests/integration/rank_cluster.h"
 #include "tests/integration/rank_load.h"
@@ -73,19 +73,7 @@ TEST_P(NcclRanksTest, AnswersAsTransformersDo) {
   const auto cluster = RankCluster::Start(options);
   ASSERT_NE(cluster, nullptr);
   for (const GoldenLayer& layer : fixture.layers) {
-    v1::ForwardRequest request;
-    request.set_layer(layer.index);
-    v1::Tensor* hidden = request.mutable_hidden_states();
-    hidden->set_dtype(v1::DATA_TYPE_BFLOAT16);
-    hidden->mutable_shape()->Add(layer.hidden_states.shape.begin(),
-                                 layer.hidden_states.shape.end());
-    hidden->set_data(layer.hidden_states.bytes);
-    request.set_apply_router_weight_on_input(layer.apply_router_weight_on_input);
-    request.mutable_topk()->set_topk(layer.topk);
-    request.mutable_topk()->mutable_ids()->Add(layer.ids.begin(), layer.ids.end());
-    for (const double weight : layer.topk_weights.values) {
-      request.mutable_topk()->add_weights(static_cast<float>(weight));
-    }
+    v1::ForwardRequest request = GoldenRequest(layer);
     for (const v1::DispatchMode mode : kModes) {
       SCOPED_TRACE(absl::StrCat("layer ", layer.index, " ", v1::DispatchMode_Name(mode)));
       request.mutable_options()->set_dispatch(mode);
@@ -144,30 +132,17 @@ TEST_P(NcclRanksTest, RanksThatRouteGiveTheBytesOfOneProcess) {
   for (uint64_t seed = 0; seed < 8; ++seed) {
     SCOPED_TRACE(absl::StrCat("seed ", seed));
     v1::ForwardRequest request = RandomRequest(oracle.model, seed);
-    const int64_t num_tokens = request.hidden_states().shape(0);
     if (seed % 2 == 0) {
       request.mutable_server_gate();
     } else {
-      std::mt19937_64 random(seed);
-      std::normal_distribution<float> normal;
-      v1::Tensor* logits = request.mutable_router_logits();
-      for (const v1::LayerInfo& layer : oracle.model.layers()) {
-        if (layer.index() != request.layer()) continue;
-        logits->set_dtype(v1::DATA_TYPE_FLOAT32);
-        logits->add_shape(num_tokens);
-        logits->add_shape(layer.num_experts());
-        logits->mutable_data()->resize(4 * num_tokens * layer.num_experts());
-        for (int64_t i = 0; i < num_tokens * layer.num_experts(); ++i) {
-          StoreFloat(logits->mutable_data()->data(), DType::kFloat32, i, normal(random));
-        }
-      }
+      AddRandomLogits(oracle.model, v1::DATA_TYPE_FLOAT32, seed, &request);
     }
     request.mutable_options()->set_include_shared_experts(seed % 4 < 2);
     const std::string answer = oracle.Answer(request);
     const CallOutcome outcome = cluster->control().Forward(request);
     ASSERT_TRUE(outcome.ok()) << outcome;
     ASSERT_EQ(outcome.response.output().data(), answer);
-    if (num_tokens == 0) continue;
+    if (request.hidden_states().shape(0) == 0) continue;
     EXPECT_EQ(outcome.response.served_by().strategy(),
               v1::DISPATCH_MODE_ALLGATHER_REDUCESCATTER_MONOLITHIC);
   }

@@ -8,12 +8,10 @@
 #include <signal.h>
 
 #include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/base/dtype.h"
 #include "tests/integration/rank_load.h"
 #include "tests/integration/server_under_test.h"
 
@@ -103,29 +101,16 @@ TEST(RankClusterTest, RanksThatRouteGiveTheBytesOfOneProcess) {
     for (uint64_t seed = 0; seed < 20; ++seed) {
       SCOPED_TRACE(absl::StrCat("seed ", seed));
       v1::ForwardRequest request = RandomRequest(oracle.model, seed);
-      const int64_t num_tokens = request.hidden_states().shape(0);
       if (seed % 3 == 0) {
         request.mutable_server_gate();
       } else if (seed % 3 == 1) {
-        std::mt19937_64 random(seed);
-        std::normal_distribution<float> normal;
-        v1::Tensor* logits = request.mutable_router_logits();
-        for (const v1::LayerInfo& layer : oracle.model.layers()) {
-          if (layer.index() != request.layer()) continue;
-          logits->set_dtype(v1::DATA_TYPE_FLOAT16);
-          logits->add_shape(num_tokens);
-          logits->add_shape(layer.num_experts());
-          logits->mutable_data()->resize(2 * num_tokens * layer.num_experts());
-          for (int64_t i = 0; i < num_tokens * layer.num_experts(); ++i) {
-            StoreFloat(logits->mutable_data()->data(), DType::kFloat16, i, normal(random));
-          }
-        }
+        AddRandomLogits(oracle.model, v1::DATA_TYPE_FLOAT16, seed, &request);
       }
       const std::string answer = oracle.Answer(request);
       const CallOutcome outcome = cluster->control().Forward(request);
       ASSERT_TRUE(outcome.ok()) << outcome;
       ASSERT_EQ(outcome.response.output().data(), answer);
-      if (num_tokens == 0) continue;
+      if (request.hidden_states().shape(0) == 0) continue;
       EXPECT_EQ(outcome.response.served_by().strategy(),
                 seed % 3 == 2 ? v1::DISPATCH_MODE_ALLGATHER_REDUCESCATTER
                               : v1::DISPATCH_MODE_ALLGATHER_REDUCESCATTER_MONOLITHIC);

@@ -41,6 +41,26 @@ v1::ForwardRequest RandomRequest(const v1::GetModelResponse& model, uint64_t see
   return request;
 }
 
+void AddRandomLogits(const v1::GetModelResponse& model, v1::DataType dtype, uint64_t seed,
+                     v1::ForwardRequest* request) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  const DType element = dtype == v1::DATA_TYPE_FLOAT16 ? DType::kFloat16 : DType::kFloat32;
+  const int64_t num_tokens = request->hidden_states().shape(0);
+  v1::Tensor* const logits = request->mutable_router_logits();
+  for (const v1::LayerInfo& layer : model.layers()) {
+    if (layer.index() != request->layer()) continue;
+    const int64_t num_logits = num_tokens * layer.num_experts();
+    logits->set_dtype(dtype);
+    logits->add_shape(num_tokens);
+    logits->add_shape(layer.num_experts());
+    logits->mutable_data()->resize(DTypeBytes(element) * num_logits);
+    for (int64_t i = 0; i < num_logits; ++i) {
+      StoreFloat(logits->mutable_data()->data(), element, i, normal(random));
+    }
+  }
+}
+
 Oracle::Oracle(int32_t num_ranks, ServerUnderTest::Options options) {
   options.args.push_back(absl::StrCat("--local_ranks=", num_ranks));
   server_ = ServerUnderTest::Start(options);

@@ -27,6 +27,9 @@ std::string HeartbeatFlag();
 
 // Up to 59 tokens, with ids of -1 and ids that come twice among them.
 v1::ForwardRequest RandomRequest(const v1::GetModelResponse& model, uint64_t seed);
+// Router logits, float16 or float32, for the request's layer and as many tokens as it has.
+void AddRandomLogits(const v1::GetModelResponse& model, v1::DataType dtype, uint64_t seed,
+                     v1::ForwardRequest* request);
 
 // What one process with as many ranks inside answers.
 class Oracle {

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "tests/golden/golden_fixture.h"
+#include "tests/integration/golden_request.h"
 #include "tests/integration/rank_cluster.h"
 #include "tests/integration/server_under_test.h"
 
@@ -29,23 +30,6 @@ class RankOnGpuTest : public testing::Test {
     options.control_args = {"--allow_dispatch_option", "--allow_admin"};
     return RankCluster::Start(options);
   }
-
-  static v1::ForwardRequest RequestFor(const GoldenLayer& layer) {
-    v1::ForwardRequest request;
-    request.set_layer(layer.index);
-    v1::Tensor* hidden = request.mutable_hidden_states();
-    hidden->set_dtype(v1::DATA_TYPE_BFLOAT16);
-    hidden->mutable_shape()->Add(layer.hidden_states.shape.begin(),
-                                 layer.hidden_states.shape.end());
-    hidden->set_data(layer.hidden_states.bytes);
-    request.set_apply_router_weight_on_input(layer.apply_router_weight_on_input);
-    request.mutable_topk()->set_topk(layer.topk);
-    request.mutable_topk()->mutable_ids()->Add(layer.ids.begin(), layer.ids.end());
-    for (const double weight : layer.topk_weights.values) {
-      request.mutable_topk()->add_weights(static_cast<float>(weight));
-    }
-    return request;
-  }
 };
 
 TEST_F(RankOnGpuTest, AnswersAsTransformersDo) {
@@ -59,7 +43,7 @@ TEST_F(RankOnGpuTest, AnswersAsTransformersDo) {
           v1::DISPATCH_MODE_ALL_TO_ALL_FIXED_CAPACITY, v1::DISPATCH_MODE_ALLGATHER_REDUCESCATTER,
           v1::DISPATCH_MODE_DIRECT}) {
       SCOPED_TRACE(absl::StrCat("layer ", layer.index, " ", v1::DispatchMode_Name(mode)));
-      v1::ForwardRequest request = RequestFor(layer);
+      v1::ForwardRequest request = GoldenRequest(layer);
       request.mutable_options()->set_dispatch(mode);
       const CallOutcome outcome = cluster->control().Forward(request);
       ASSERT_TRUE(outcome.ok()) << outcome;

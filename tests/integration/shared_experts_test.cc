@@ -12,6 +12,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "tests/golden/golden_fixture.h"
+#include "tests/integration/golden_request.h"
 #include "tests/integration/process.h"
 #include "tests/integration/server_under_test.h"
 
@@ -25,19 +26,8 @@ std::unique_ptr<ServerUnderTest> StartServer(const GoldenFixture& fixture, int n
                                           absl::StrCat("--max_step_tokens=", max_step_tokens)}});
 }
 
-// The fixture's own case for `layer`, of a bfloat16 model, with its top-k.
 v1::ForwardRequest RequestFor(const GoldenLayer& layer) {
-  v1::ForwardRequest request;
-  request.set_layer(layer.index);
-  v1::Tensor* hidden = request.mutable_hidden_states();
-  hidden->set_dtype(v1::DATA_TYPE_BFLOAT16);
-  hidden->mutable_shape()->Add(layer.hidden_states.shape.begin(), layer.hidden_states.shape.end());
-  hidden->set_data(layer.hidden_states.bytes);
-  request.mutable_topk()->set_topk(layer.topk);
-  request.mutable_topk()->mutable_ids()->Add(layer.ids.begin(), layer.ids.end());
-  for (const double weight : layer.topk_weights.values) {
-    request.mutable_topk()->add_weights(static_cast<float>(weight));
-  }
+  v1::ForwardRequest request = GoldenRequest(layer);
   request.mutable_options()->set_include_shared_experts(true);
   return request;
 }
