@@ -6,7 +6,6 @@
 #include "absl/strings/str_cat.h"
 #include "server/ops/call_error.h"
 #include "server/ops/duration_text.h"
-#include "server/ops/epoch_end_text.h"
 #include "server/ops/few_of.h"
 #include "server/ops/rank_text.h"
 #include "server/ops/shown_text.h"
@@ -23,6 +22,8 @@ std::string RanksText(absl::Span<const int32_t> ranks) {
   for (const int32_t rank : ranks) names.push_back(absl::StrCat(rank));
   return absl::StrCat(names.size() == 1 ? "rank " : "ranks ", FewOf(names));
 }
+
+EpochEnd Loss(absl::Status reason) { return {EpochEndKind::kLoss, std::move(reason)}; }
 
 }  // namespace
 
@@ -87,7 +88,7 @@ absl::StatusOr<uint64_t> Membership::TakeMember(const RankOffer& offer) {
   if (absl::Status status = CheckInstructionSet(offer); !status.ok()) return status;
   if (absl::Status status = CheckWeightDTypes(offer); !status.ok()) return status;
   if (place.has_value()) {
-    Remove(offer.ep_rank, absl::UnavailableError("the rank joins again"));
+    Remove(offer.ep_rank, Loss(absl::UnavailableError("the rank joins again")));
   }
   Member member;
   member.id = ++last_member_id_;
@@ -167,18 +168,25 @@ absl::StatusOr<bool> Membership::Announce(const RankAnnouncement& announcement) 
 void Membership::Lose(uint64_t member_id, const absl::Status& reason) {
   const absl::StatusOr<int32_t> rank = FindMember(options_.incarnation, member_id);
   if (!rank.ok()) return;
-  Remove(*rank, reason);
+  Remove(*rank, Loss(reason));
   Advance();
 }
 
 void Membership::Leave(uint64_t member_id) {
   const absl::StatusOr<int32_t> rank = FindMember(options_.incarnation, member_id);
   if (!rank.ok()) return;
-  Remove(*rank, absl::UnavailableError("it left"), /*has_left=*/true);
+  Remove(*rank, {EpochEndKind::kRankLeft, absl::UnavailableError("it left")});
   Advance();
 }
 
-void Membership::Remove(int32_t ep_rank, const absl::Status& reason, bool has_left) {
+void Membership::Close(const absl::Status& reason) {
+  for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
+    if (members_[rank].has_value()) Remove(rank, {EpochEndKind::kControlPlaneStops, reason});
+  }
+  Advance();
+}
+
+void Membership::Remove(int32_t ep_rank, const EpochEnd& end) {
   Member& member = *members_[ep_rank];
   const bool was_in_epoch =
       member.state == MemberState::kForming || member.state == MemberState::kActive;
@@ -187,21 +195,26 @@ void Membership::Remove(int32_t ep_rank, const absl::Status& reason, bool has_le
   action.ep_rank = ep_rank;
   action.member_id = member.id;
   action.epoch = epoch_;
-  action.reason = reason;
-  action.has_left = has_left;
-  visitors_[ep_rank].has_left = has_left;
-  visitors_[ep_rank].lost_why = std::string(reason.message());
+  action.end = end;
+  visitors_[ep_rank].has_left = end.kind == EpochEndKind::kRankLeft;
+  visitors_[ep_rank].lost_why = std::string(end.reason.message());
   visitors_[ep_rank].lost_at = clock_->Now();
   members_[ep_rank].reset();
   actions_.push_back(std::move(action));
-  if (was_in_epoch) {
-    End(CallError(ErrorReason::kStepLost, has_left
-                                              ? RankLeftText(ep_rank)
-                                              : RankText(ep_rank, "was lost", reason.message())));
+  if (!was_in_epoch) return;
+  switch (end.kind) {
+    case EpochEndKind::kLoss:
+      return End(Loss(
+          CallError(ErrorReason::kStepLost, RankText(ep_rank, "was lost", end.reason.message()))));
+    case EpochEndKind::kRankLeft:
+      return End(
+          {end.kind, CallError(ErrorReason::kStepLost, absl::StrCat("rank ", ep_rank, " left"))});
+    case EpochEndKind::kControlPlaneStops:
+      return End(end);
   }
 }
 
-void Membership::End(const absl::Status& reason) {
+void Membership::End(const EpochEnd& end) {
   if (phase_ != Phase::kForming && phase_ != Phase::kStanding) return;
   const absl::Time now = clock_->Now();
   if (phase_ == Phase::kForming) {
@@ -210,6 +223,7 @@ void Membership::End(const absl::Status& reason) {
         now + std::min(options_.min_retry_delay * (1 << doublings), options_.max_retry_delay);
   }
   phase_ = Phase::kEnding;
+  last_end_ = end;
   phase_deadline_ = now + options_.teardown_timeout;
   for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
     std::optional<Member>& member = members_[rank];
@@ -223,7 +237,7 @@ void Membership::End(const absl::Status& reason) {
     action.ep_rank = rank;
     action.member_id = member->id;
     action.epoch = epoch_;
-    action.reason = reason;
+    action.end = end;
     actions_.push_back(std::move(action));
   }
 }
@@ -235,7 +249,7 @@ void Membership::FailToForm(absl::Span<const int32_t> ep_ranks, const absl::Stat
   for (const int32_t rank : ep_ranks) {
     members_[rank]->view.why = ShownText(reason.message(), kMaxWhyBytes);
   }
-  End(reason);
+  End(Loss(reason));
 }
 
 void Membership::EpochReady(uint64_t member_id, uint64_t epoch, const absl::Status& status) {
@@ -260,7 +274,7 @@ void Membership::EpochDown(uint64_t member_id, uint64_t epoch) {
 
 void Membership::EndEpoch(uint64_t epoch, const absl::Status& reason) {
   if (epoch != epoch_) return;
-  End(reason);
+  End(Loss(reason));
   Advance();
 }
 
@@ -269,8 +283,8 @@ void Membership::Tick() {
   for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
     const std::optional<Member>& member = members_[rank];
     if (!member.has_value() || now < member->last_heard + options_.heartbeat_timeout) continue;
-    Remove(rank, absl::UnavailableError(
-                     absl::StrCat("no heartbeat for ", DurationText(now - member->last_heard))));
+    Remove(rank, Loss(absl::UnavailableError(
+                     absl::StrCat("no heartbeat for ", DurationText(now - member->last_heard)))));
   }
   if (now >= phase_deadline_) {
     if (phase_ == Phase::kForming) {
@@ -281,9 +295,9 @@ void Membership::Tick() {
     } else if (phase_ == Phase::kEnding) {
       for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
         if (members_[rank].has_value() && members_[rank]->state == MemberState::kTearingDown) {
-          Remove(rank, absl::DeadlineExceededError(
+          Remove(rank, Loss(absl::DeadlineExceededError(
                            absl::StrCat("it did not drop epoch ", epoch_, " in ",
-                                        absl::FormatDuration(options_.teardown_timeout))));
+                                        absl::FormatDuration(options_.teardown_timeout)))));
         }
       }
     }

@@ -12,6 +12,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/base/dtype.h"
+#include "server/cluster/epoch_end.h"
 #include "server/cluster/rank_offer.h"
 #include "server/ops/clock.h"
 
@@ -52,8 +53,7 @@ struct MembershipAction {
   int32_t ep_rank = 0;
   uint64_t member_id = 0;
   uint64_t epoch = 0;
-  absl::Status reason;    // kEndEpoch, kDrop
-  bool has_left = false;  // kDrop: it took its leave
+  EpochEnd end;  // kEndEpoch: of the epoch; kDrop: of the membership
 };
 
 enum class MemberState : uint8_t {
@@ -121,6 +121,8 @@ class Membership {
   void Lose(uint64_t member_id, const absl::Status& reason);
   // It took its leave. Likewise.
   void Leave(uint64_t member_id);
+  // The control plane stops: nobody is a member any more.
+  void Close(const absl::Status& reason);
   // Answers of a member; ignored when they come from the past.
   void EpochReady(uint64_t member_id, uint64_t epoch, const absl::Status& status);
   void EpochDown(uint64_t member_id, uint64_t epoch);
@@ -132,6 +134,8 @@ class Membership {
 
   std::vector<MembershipAction> TakeActions();
 
+  // Of the last epoch that has ended.
+  const EpochEnd& last_end() const { return last_end_; }
   // The epoch that stands; 0: none.
   uint64_t epoch() const { return phase_ == Phase::kStanding ? epoch_ : 0; }
   // The epoch whose rendezvous keys may be used; 0: none.
@@ -164,8 +168,8 @@ class Membership {
   absl::Status CheckWeightDTypes(const RankOffer& offer) const;
   absl::StatusOr<uint64_t> TakeMember(const RankOffer& offer);
   absl::StatusOr<int32_t> FindMember(uint64_t incarnation, uint64_t member_id) const;
-  void Remove(int32_t ep_rank, const absl::Status& reason, bool has_left = false);
-  void End(const absl::Status& reason);
+  void Remove(int32_t ep_rank, const EpochEnd& end);
+  void End(const EpochEnd& end);
   // Ends the forming epoch, which these did not come to stand in.
   void FailToForm(absl::Span<const int32_t> ep_ranks, const absl::Status& reason);
   bool AllAre(MemberState state) const;
@@ -184,6 +188,7 @@ class Membership {
   absl::Time phase_deadline_ = absl::InfiniteFuture();  // of kForming and kEnding
   absl::Time form_at_ = absl::InfinitePast();           // not before
   int num_failures_ = 0;                                // to form an epoch, in a row
+  EpochEnd last_end_;
   std::vector<MembershipAction> actions_;
 };
 

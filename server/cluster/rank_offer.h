@@ -13,7 +13,7 @@
 namespace expertmesh {
 
 // Raised when a control plane and a rank that differ in it could misunderstand each other.
-inline constexpr int32_t kRankProtocolVersion = 4;
+inline constexpr int32_t kRankProtocolVersion = 5;
 
 struct LayerManifest {
   int32_t layer = 0;  // the checkpoint's own index

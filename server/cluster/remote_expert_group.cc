@@ -8,7 +8,6 @@
 #include "kernels/base/host_buffer_pool.h"
 #include "server/cluster/incarnation.h"
 #include "server/ops/call_error.h"
-#include "server/ops/epoch_end_text.h"
 #include "server/ops/logging.h"
 #include "server/ops/start_thread.h"
 
@@ -17,7 +16,9 @@ namespace {
 
 using Placements = std::map<std::string, std::map<int32_t, Placement>, std::less<>>;
 
-absl::Status StopReason() { return CallError(ErrorReason::kDraining, kControlPlaneStops); }
+absl::Status StopReason() {
+  return CallError(ErrorReason::kDraining, "the control plane is stopping");
+}
 
 }  // namespace
 
@@ -120,25 +121,28 @@ void RemoteExpertGroup::PlanOrder(const MembershipAction& action) {
       });
       return;
     case MembershipAction::Kind::kEndEpoch:
-      // A stop loses one rank after the other, which is no news to those that are left.
-      orders_.push_back([rank = std::move(rank), epoch = action.epoch,
-                         reason = closed_ ? StopReason() : action.reason] {
-        if (rank != nullptr) rank->EndEpoch(epoch, reason);
+      orders_.push_back([rank = std::move(rank), epoch = action.epoch, end = action.end] {
+        if (rank != nullptr) rank->EndEpoch(epoch, end);
       });
       return;
     case MembershipAction::Kind::kDrop:
-      if (action.has_left) {
-        LogInfo("a rank left", {{"ep_rank", action.ep_rank}, {"member", action.member_id}});
-      } else if (!closed_) {
-        LogWarning("a rank was lost", {{"ep_rank", action.ep_rank},
-                                       {"member", action.member_id},
-                                       {"why", action.reason.message()}});
+      switch (action.end.kind) {
+        case EpochEndKind::kLoss:
+          LogWarning("a rank was lost", {{"ep_rank", action.ep_rank},
+                                         {"member", action.member_id},
+                                         {"why", action.end.reason.message()}});
+          break;
+        case EpochEndKind::kRankLeft:
+          LogInfo("a rank left", {{"ep_rank", action.ep_rank}, {"member", action.member_id}});
+          break;
+        case EpochEndKind::kControlPlaneStops:
+          break;
       }
       if (is_there) {
         place.reset();
         stream_members_[action.ep_rank] = 0;
       }
-      orders_.push_back([rank = std::move(rank), reason = action.reason] {
+      orders_.push_back([rank = std::move(rank), reason = action.end.reason] {
         if (rank != nullptr) rank->Close(reason);
       });
       return;
@@ -146,17 +150,14 @@ void RemoteExpertGroup::PlanOrder(const MembershipAction& action) {
 }
 
 void RemoteExpertGroup::Act(std::unique_lock<std::mutex>& lock) {
-  absl::Status end_reason = absl::UnavailableError("the epoch ended");
-  for (const MembershipAction& action : membership_.TakeActions()) {
-    if (!action.reason.ok()) end_reason = action.reason;
-    PlanOrder(action);
-  }
+  for (const MembershipAction& action : membership_.TakeActions()) PlanOrder(action);
+  const EpochEnd& end = membership_.last_end();
   const uint64_t forming = membership_.forming_epoch();
   if (const uint64_t formed = std::exchange(forming_epoch_, forming);
       formed != 0 && formed != forming) {
     if (membership_.epoch() != formed) {
       LogWarning("an epoch did not come to stand",
-                 {{"epoch", formed}, {"why", end_reason.message()}});
+                 {{"epoch", formed}, {"why", end.reason.message()}});
     }
     // Its secrets are of no use any more, and nobody may wait for them.
     orders_.push_back(
@@ -165,10 +166,10 @@ void RemoteExpertGroup::Act(std::unique_lock<std::mutex>& lock) {
   const uint64_t epoch = membership_.epoch();
   if (const uint64_t last = epoch_.exchange(epoch, std::memory_order_acq_rel); last != epoch) {
     if (last != 0) {
-      Log(closed_ ? LogLevel::kInfo : LogLevel::kWarning, "an epoch ended",
-          {{"epoch", last}, {"why", (closed_ ? StopReason() : end_reason).message()}});
+      Log(end.kind == EpochEndKind::kControlPlaneStops ? LogLevel::kInfo : LogLevel::kWarning,
+          "an epoch ended", {{"epoch", last}, {"why", end.reason.message()}});
       for (const std::shared_ptr<RunningStep>& run : running_) {
-        orders_.push_back([run, lost = CallError(ErrorReason::kStepLost, end_reason.message())] {
+        orders_.push_back([run, lost = CallError(ErrorReason::kStepLost, end.reason.message())] {
           run->OnLost(lost);
         });
       }
@@ -350,10 +351,7 @@ void RemoteExpertGroup::Close() {
   std::unique_lock<std::mutex> lock(mutex_);
   if (closed_) return;
   closed_ = true;
-  const absl::Status reason = StopReason();
-  for (const MemberView& member : membership_.View()) {
-    if (member.member_id != 0) membership_.Lose(member.member_id, reason);
-  }
+  membership_.Close(StopReason());
   Act(lock);
 }
 

@@ -5,6 +5,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "server/cluster/epoch_end.h"
 #include "server/cluster/rank_client.h"
 
 namespace expertmesh {
@@ -22,7 +23,7 @@ class RemoteRank : public RankClient {
   virtual void EnterEpoch(uint64_t incarnation, uint64_t epoch, absl::Duration form_timeout,
                           absl::Duration operation_timeout) = 0;
   // Answered by RemoteExpertGroup::OnEpochDown.
-  virtual void EndEpoch(uint64_t epoch, const absl::Status& reason) = 0;
+  virtual void EndEpoch(uint64_t epoch, const EpochEnd& end) = 0;
   // No step has this place in the epoch's order of collectives.
   virtual void SkipOrder(uint64_t incarnation, uint64_t epoch, int64_t order) = 0;
   // Ends the stream; running steps are done with UNAVAILABLE.

@@ -11,9 +11,9 @@
 #include "server/comm/nccl_communicator.h"
 #include "server/comm/tcp_communicator.h"
 #include "server/ops/call_error.h"
-#include "server/ops/epoch_end_text.h"
 #include "server/ops/logging.h"
 #include "server/ops/rank_text.h"
+#include "server/rpc/epoch_end_wire.h"
 #include "server/rpc/expert_rank_impl.h"
 #include "server/rpc/forward_encoder.h"
 #include "server/rpc/status_mapping.h"
@@ -75,18 +75,19 @@ void ExpertRank::Impl::Obey(const v1::RunStepsResponse& command,
     answer.mutable_epoch_ready()->set_epoch(begin.epoch());
     if (!status.ok()) *answer.mutable_epoch_ready()->mutable_status() = ToRpcStatus(status);
   } else if (command.has_epoch_end()) {
-    const v1::EpochEnd& end = command.epoch_end();
-    if (epoch == end.epoch()) {
-      Log(IsWantedEpochEnd(end.reason()) ? LogLevel::kInfo : LogLevel::kWarning, "its epoch ended",
-          {{"epoch", end.epoch()}, {"why", end.reason()}});
+    const uint64_t ended = command.epoch_end().epoch();
+    const EpochEnd end = EpochEndFromWire(command.epoch_end());
+    if (epoch == ended) {
+      Log(end.is_wanted() ? LogLevel::kInfo : LogLevel::kWarning, "its epoch ended",
+          {{"epoch", ended}, {"why", end.reason.message()}});
     }
     const absl::Time begun = SteadyNow();
-    DropEpoch(absl::UnavailableError(end.reason()));
+    DropEpoch(end.reason);
     if (const absl::Duration took = SteadyNow() - begun; took > kLongTeardown) {
       LogWarning("took long to drop its epoch, in what ended its communicator or its steps",
-                 {{"epoch", end.epoch()}, {"took", absl::FormatDuration(took)}});
+                 {{"epoch", ended}, {"took", absl::FormatDuration(took)}});
     }
-    answer.mutable_epoch_down()->set_epoch(end.epoch());
+    answer.mutable_epoch_down()->set_epoch(ended);
   } else if (command.has_order_skip()) {
     const v1::OrderSkip& skip = command.order_skip();
     options.engine->SkipOrder(skip.incarnation(), skip.epoch(), skip.order());

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <utility>
 
+#include "server/rpc/epoch_end_wire.h"
 #include "server/rpc/forward_encoder.h"
 #include "server/rpc/status_mapping.h"
 
@@ -90,7 +91,7 @@ void RankSession::OnReadDone(bool ok) {
   }
   if (command->other.has_epoch_end()) {
     const v1::EpochEnd& end = command->other.epoch_end();
-    on_epoch_end_(end.epoch(), absl::UnavailableError(end.reason()));
+    on_epoch_end_(end.epoch(), EpochEndFromWire(end).reason);
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -8,6 +8,7 @@
 #include "kernels/base/step_arena.h"
 #include "server/ops/call_error.h"
 #include "server/ops/rank_text.h"
+#include "server/rpc/epoch_end_wire.h"
 #include "server/rpc/forward_encoder.h"
 #include "server/rpc/status_mapping.h"
 
@@ -107,10 +108,9 @@ void RankStream::EnterEpoch(uint64_t incarnation, uint64_t epoch, absl::Duration
   Write(EncodeSmallMessage(command));
 }
 
-void RankStream::EndEpoch(uint64_t epoch, const absl::Status& reason) {
+void RankStream::EndEpoch(uint64_t epoch, const EpochEnd& end) {
   v1::RunStepsResponse command;
-  command.mutable_epoch_end()->set_epoch(epoch);
-  command.mutable_epoch_end()->set_reason(ToRpcStatus(reason).message());
+  *command.mutable_epoch_end() = EpochEndToWire(epoch, end);
   Write(EncodeSmallMessage(command));
 }
 

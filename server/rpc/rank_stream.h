@@ -40,7 +40,7 @@ class RankStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::
   void Abort(const absl::Status& reason) override;
   void EnterEpoch(uint64_t incarnation, uint64_t epoch, absl::Duration form_timeout,
                   absl::Duration operation_timeout) override;
-  void EndEpoch(uint64_t epoch, const absl::Status& reason) override;
+  void EndEpoch(uint64_t epoch, const EpochEnd& end) override;
   void SkipOrder(uint64_t incarnation, uint64_t epoch, int64_t order) override;
   void Close(const absl::Status& reason) override;
 

@@ -253,6 +253,9 @@ TEST(RankClusterTest, ARankLeavesAndReadinessFollowsTheEpoch) {
   ASSERT_TRUE(exit_code.ok()) << exit_code.status();
   EXPECT_EQ(*exit_code, 0);
   ASSERT_TRUE(cluster->control().process().WaitForLine("an epoch ended epoch=1", kPlenty).ok());
+  EXPECT_TRUE(cluster->rank(1)
+                  .WaitForLine(" I its epoch ended epoch=1 why=\"rank 0 left\"", kPlenty)
+                  .ok());
   const auto model = cluster->control().GetModel("");
   ASSERT_TRUE(model.ok());
   EXPECT_FALSE(model->ready());
@@ -265,6 +268,10 @@ TEST(RankClusterTest, ARankLeavesAndReadinessFollowsTheEpoch) {
   ASSERT_TRUE(cluster->WaitForEpoch(2));
   EXPECT_TRUE(cluster->control().Forward(RandomRequest(*model, 1)).ok());
   EXPECT_EQ(cluster->control().Health(""), "SERVING");
+  ASSERT_TRUE(cluster->rank(0).Kill().ok());
+  EXPECT_TRUE(cluster->rank(1)
+                  .WaitForLine(" W its epoch ended epoch=2 why=\"rank 0 was lost: ", kPlenty)
+                  .ok());
 }
 
 TEST(RankClusterTest, RanksThatHangPutOffNoStop) {

@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "server/ops/call_error.h"
-#include "server/ops/epoch_end_text.h"
 #include "tests/server/control/fake_clock.h"
 
 namespace expertmesh {
@@ -344,26 +343,39 @@ TEST(MembershipTest, ARefusedRankIsShownUntilItsPlaceIsTakenOrForAWhile) {
   EXPECT_LE(view.why.size(), 1024u);
 }
 
-// A rank hears of the reason alone, and tells by it.
-TEST(MembershipTest, AnEpochsReasonTellsALeaveFromALoss) {
-  for (const bool leaves : {true, false}) {
+TEST(MembershipTest, AnEpochsEndTellsALeaveAndAStopFromALoss) {
+  for (const EpochEndKind kind :
+       {EpochEndKind::kLoss, EpochEndKind::kRankLeft, EpochEndKind::kControlPlaneStops}) {
     Group group(2, 6);
+    Membership& membership = group.membership();
     const std::vector<uint64_t> ids = group.Stand();
-    static_cast<void>(group.membership().TakeActions());
-    if (leaves) {
-      group.membership().Leave(ids[1]);
-    } else {
-      group.membership().Lose(ids[1], absl::UnavailableError("its stream ended"));
+    std::string why;
+    switch (kind) {
+      case EpochEndKind::kLoss:
+        membership.Lose(ids[0], absl::UnavailableError("rank 0 left"));
+        why = "rank 0 was lost: it left";
+        break;
+      case EpochEndKind::kRankLeft:
+        membership.Leave(ids[0]);
+        why = "rank 0 left";
+        break;
+      case EpochEndKind::kControlPlaneStops:
+        membership.Close(absl::UnavailableError("enough"));
+        why = "enough";
+        break;
     }
     int num_ends = 0;
-    for (const MembershipAction& action : group.membership().TakeActions()) {
+    for (const MembershipAction& action : membership.TakeActions()) {
+      EXPECT_EQ(action.end.kind, kind);
       if (action.kind != MembershipAction::Kind::kEndEpoch) continue;
       ++num_ends;
-      EXPECT_EQ(IsWantedEpochEnd(action.reason.message()), leaves) << action.reason;
+      EXPECT_EQ(action.member_id, ids[1]);
+      EXPECT_EQ(action.end.reason.message(), why);
     }
     EXPECT_EQ(num_ends, 1);
+    EXPECT_EQ(membership.last_end().kind, kind);
+    EXPECT_EQ(membership.last_end().reason.message(), why);
   }
-  EXPECT_TRUE(IsWantedEpochEnd(kControlPlaneStops));
 }
 
 TEST(MembershipTest, TheNextEpochWaitsForEverySurvivorsTeardown) {
@@ -379,7 +391,7 @@ TEST(MembershipTest, TheNextEpochWaitsForEverySurvivorsTeardown) {
   EXPECT_EQ(actions[1].kind, MembershipAction::Kind::kEndEpoch);
   EXPECT_EQ(actions[1].member_id, ids[0]);
   EXPECT_EQ(actions[2].member_id, ids[2]);
-  EXPECT_THAT(std::string(actions[2].reason.message()), HasSubstr("rank 1 was lost"));
+  EXPECT_THAT(std::string(actions[2].end.reason.message()), HasSubstr("rank 1 was lost"));
 
   // It is back before the others have dropped the epoch.
   group.JoinAndAttach(1, 555);

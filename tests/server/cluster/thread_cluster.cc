@@ -66,7 +66,7 @@ class ThreadCluster::Rank : public RemoteRank {
       group_->OnEpochReady(member_id_, epoch, absl::OkStatus());
     });
   }
-  void EndEpoch(uint64_t, const absl::Status& reason) override { engine_->Abort(reason); }
+  void EndEpoch(uint64_t, const EpochEnd& end) override { engine_->Abort(end.reason); }
   void Abort(const absl::Status& reason) override { engine_->Abort(reason); }
   void Close(const absl::Status&) override {}
 
