@@ -1,9 +1,13 @@
 #include "tests/integration/process_usage.h"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <ostream>
+#include <sstream>
 #include <string>
 #include <thread>
 
@@ -39,6 +43,19 @@ ProcessUsage UsageOf(pid_t pid) {
   const std::filesystem::directory_iterator fds(folder + "/fd", error);
   if (!error) usage.num_fds = std::distance(begin(fds), end(fds));
   return usage;
+}
+
+absl::Duration CpuTimeOf(pid_t pid) {
+  std::ifstream file(absl::StrCat("/proc/", pid, "/stat"));
+  std::string text;
+  std::getline(file, text);
+  // The name, the second field, may hold anything. utime and stime are the 14th and the 15th.
+  std::istringstream fields(text.substr(std::min(text.size(), text.rfind(')') + 1)));
+  std::string skipped;
+  for (int i = 3; i < 14; ++i) fields >> skipped;
+  int64_t user = 0, system = 0;
+  fields >> user >> system;
+  return absl::Seconds(user + system) / sysconf(_SC_CLK_TCK);
 }
 
 bool IsStopped(pid_t pid) {

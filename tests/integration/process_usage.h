@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <iosfwd>
 
+#include "absl/time/time.h"
+
 namespace expertmesh {
 
 // What a running process holds, from /proc. All -1 when it is gone.
@@ -16,6 +18,9 @@ struct ProcessUsage {
   int64_t num_fds = -1;
 };
 ProcessUsage UsageOf(pid_t pid);
+// What all its threads have computed since its start, which does not grow with what else the
+// machine does; to 10 ms. Zero when it is gone.
+absl::Duration CpuTimeOf(pid_t pid);
 // All its threads are: SIGSTOP takes effect some time after kill has returned.
 bool IsStopped(pid_t pid);
 // False when a minute has not been enough.

@@ -64,8 +64,8 @@ class ReadmeTest : public testing::Test {
   FinishedProcess Run(const std::string& command) {
     std::string text =
         absl::StrReplaceAll(command, {{"build/", folder_ + "/"},
-                                      {"--duration=5s", "--duration=300ms --warmup=0s"},
-                                      {"--duration=30s", "--duration=300ms --warmup=0s"}});
+                                      {"--duration=5s", "--duration=2s --warmup=0s"},
+                                      {"--duration=30s", "--duration=2s --warmup=0s"}});
     if (server_ != nullptr) {
       text = absl::StrReplaceAll(text, {{"127.0.0.1:50051", server_->address()}});
       if (absl::StartsWith(text, "expertmesh ")) {

@@ -53,6 +53,7 @@ struct CallGroup::State {
   std::mutex mutex;
   std::condition_variable changed;
   int num_running = 0;
+  int num_answered = 0;
   std::vector<Ended> ended;
 };
 
@@ -70,6 +71,7 @@ void CallGroup::Start(ExpertClient* client, const ForwardInput& input, absl::Dur
                          {
                            const std::lock_guard<std::mutex> lock(state->mutex);
                            state->ended.push_back({answer.status(), absl::Now() - start});
+                           if (answer.ok()) ++state->num_answered;
                            --state->num_running;
                          }
                          state->changed.notify_all();
@@ -79,6 +81,11 @@ void CallGroup::Start(ExpertClient* client, const ForwardInput& input, absl::Dur
 int CallGroup::num_ended() const {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   return static_cast<int>(state_->ended.size());
+}
+
+int CallGroup::num_answered() const {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  return state_->num_answered;
 }
 
 std::vector<CallGroup::Ended> CallGroup::Wait() {

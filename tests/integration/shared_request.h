@@ -47,6 +47,7 @@ class CallGroup {
   // The client outlives the call.
   void Start(ExpertClient* client, const ForwardInput& input, absl::Duration timeout);
   int num_ended() const;
+  int num_answered() const;  // of those that ended, with OK
   // All of them, once all have ended: their own deadlines bound that.
   std::vector<Ended> Wait();
 
