@@ -18,9 +18,9 @@
 #include "server/comm/comm_traffic.h"
 #include "server/comm/operation_places.h"
 #include "server/comm/tcp_link.h"
-#include "server/comm/tcp_mesh.h"
 #include "server/comm/tcp_notices.h"
 #include "server/comm/tcp_operation.h"
+#include "server/comm/tcp_peer_sockets.h"
 #include "server/comm/unique_fd.h"
 
 namespace expertmesh {

@@ -10,7 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/comm/rendezvous_store.h"
-#include "server/comm/unique_fd.h"
+#include "server/comm/tcp_peer_sockets.h"
 
 namespace expertmesh {
 
@@ -30,12 +30,6 @@ struct TcpMeshParams {
   // Null, or set by any thread to give up: CANCELLED within some milliseconds (besides what the
   // store takes).
   const std::atomic<bool>* cancelled = nullptr;
-};
-
-// Two connected, non-blocking sockets between this rank and a peer.
-struct TcpPeerSockets {
-  UniqueFd data;     // payloads
-  UniqueFd control;  // why a rank gave up; always has room, however full the other one is
 };
 
 // Connects this rank with all others of its epoch, [ep_size] (own rank: nothing). Collective;
