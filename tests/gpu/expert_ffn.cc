@@ -4,7 +4,6 @@
 #include <random>
 
 #include "kernels/cuda/gated_activation.h"
-#include "kernels/cuda/quantize_rows.h"
 #include "kernels/cuda/write_counts.h"
 
 namespace expertmesh {
@@ -113,28 +112,17 @@ cudaError_t ExpertFfn::LaunchGateUp(cudaStream_t stream) { return LaunchW13(fals
 
 cudaError_t ExpertFfn::LaunchFusedGateUp(cudaStream_t stream) { return LaunchW13(true, stream); }
 
+// Float8: to the bytes and scales that the second product takes, as CudaExpertKernels does it.
 cudaError_t ExpertFfn::LaunchActivation(cudaStream_t stream) {
   CudaGatedActivationParams activation;
   activation.gate_up = gate_up_->data();
   activation.gate_up_dtype = DType::kFloat32;
   activation.layout.num_rows = num_rows();
   activation.intermediate_size = shape_.intermediate_size;
-  activation.output = intermediate_->data();
-  activation.output_dtype = DType::kBFloat16;
+  activation.output = is_float8() ? quantized_->data() : intermediate_->data();
+  activation.output_dtype = shape_.dtype;
+  if (is_float8()) activation.output_scales = quantized_scales_->As<float>();
   return LaunchGatedActivation(activation, stream);
-}
-
-cudaError_t ExpertFfn::LaunchQuantize(cudaStream_t stream) {
-  if (!is_float8()) return cudaSuccess;
-  CudaQuantizeRowsParams quantize;
-  quantize.rows = intermediate_->data();
-  quantize.rows_dtype = DType::kBFloat16;
-  quantize.layout.num_rows = num_rows();
-  quantize.hidden_size = shape_.intermediate_size;
-  quantize.scheme = QuantizeScheme::kFloat8PerBlock;
-  quantize.output = quantized_->data();
-  quantize.scales = quantized_scales_->As<float>();
-  return LaunchQuantizeRows(quantize, stream);
 }
 
 cudaError_t ExpertFfn::LaunchDown(cudaStream_t stream) {
@@ -152,7 +140,6 @@ cudaError_t ExpertFfn::LaunchDown(cudaStream_t stream) {
 cudaError_t ExpertFfn::LaunchFfn(cudaStream_t stream) {
   cudaError_t error = LaunchW13(false, stream);
   if (error == cudaSuccess) error = LaunchActivation(stream);
-  if (error == cudaSuccess) error = LaunchQuantize(stream);
   if (error == cudaSuccess) error = LaunchDown(stream);
   return error;
 }

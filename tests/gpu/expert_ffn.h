@@ -40,9 +40,10 @@ class ExpertFfn {
   // `patterns` of the shape's dtype, which must outlive it.
   ExpertFfn(const FfnShape& shape, const FfnPatterns& patterns);
 
-  // Each enqueues and returns the launch's error. The FFN is gate_up, activation (float8: and
-  // quantization) and down; fused, which float8 cannot be, the first product does the activation
-  // itself, with w13's rows taken as interleaved.
+  // Each enqueues and returns the launch's error. The FFN is gate_up, activation (float8: to float8
+  // with scales) and down; fused, which float8 cannot be, the first product does the activation
+  // itself, with w13's rows taken as interleaved. Float8 rows are given as such: what quantizing
+  // them takes stands among the figures of rows.
   cudaError_t LaunchGateUp(cudaStream_t stream);
   cudaError_t LaunchFusedGateUp(cudaStream_t stream);  // the fused FFN's first product
   cudaError_t LaunchFfn(cudaStream_t stream);
@@ -78,7 +79,6 @@ class ExpertFfn {
   static cudaError_t Multiply(const CudaGroupedGemmParams& params, cudaStream_t stream);
   cudaError_t LaunchW13(bool fused, cudaStream_t stream);
   cudaError_t LaunchActivation(cudaStream_t stream);
-  cudaError_t LaunchQuantize(cudaStream_t stream);  // nothing for bfloat16
   cudaError_t LaunchDown(cudaStream_t stream);
   std::vector<int64_t> SampledRows() const;
   int64_t ExpertOf(int64_t row) const;

@@ -1,10 +1,14 @@
 // Checks CUDA's kernels on random data and times them against limits found in the same run: a
-// device copy, and cuBLAS where it is found. Prints one table; exits with 0 when all outputs were
-// right, 1 when one was not or a call failed, 2 for wrong arguments, 77 when there is no GPU.
+// device copy, and cuBLAS where it is found. Prints one table, a row as soon as it is known, in
+// parts that can be run in a process each, for a kernel that fails takes its process with it. Exits
+// with 0 when all outputs were right, 1 when one was not or a call failed, 2 for wrong arguments,
+// 77 when there is no GPU.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <string>
 
@@ -21,10 +25,14 @@ namespace {
 
 constexpr int kNoGpu = 77;
 
+constexpr const char* kParts[] = {"rows", "prefill", "deepseek", "step", "tiles"};
+
 struct Options {
   std::string json_path;
   std::string cublas_path;
-  bool rows_only = false;
+  std::string only;  // one of kParts; empty: all
+
+  bool Runs(const std::string& part) const { return only.empty() || only == part; }
 };
 
 bool Parse(int argc, char** argv, Options* options) {
@@ -34,13 +42,15 @@ bool Parse(int argc, char** argv, Options* options) {
       options->json_path = argument.substr(std::strlen("--json="));
     } else if (argument.rfind("--cublas=", 0) == 0) {
       options->cublas_path = argument.substr(std::strlen("--cublas="));
-    } else if (argument == "--rows_only") {
-      options->rows_only = true;
+    } else if (argument.rfind("--only=", 0) == 0 &&
+               std::count(std::begin(kParts), std::end(kParts),
+                          argument.substr(std::strlen("--only="))) == 1) {
+      options->only = argument.substr(std::strlen("--only="));
     } else {
       std::fprintf(stderr,
                    "gpu_bench: '%s' is not known\n"
                    "usage: gpu_bench [--json=FILE] [--cublas=PATH of libcublas.so.13 or .12] "
-                   "[--rows_only: no grouped GEMM]\n",
+                   "[--only=rows|prefill|deepseek|step|tiles]\n",
                    argument.c_str());
       return false;
     }
@@ -76,13 +86,15 @@ int Run(const Options& options) {
 
   BenchCopy(&context);
   BenchMatmul(&context);
-  BenchRows(context);
-  if (!options.rows_only) {
-    BenchFfn(&context);
+  if (options.Runs("rows")) BenchRows(context);
+  if (options.Runs("prefill")) BenchPrefill(context);
+  if (options.Runs("deepseek")) BenchDeepSeekRank(context);
+  if (options.Runs("step")) {
+    BenchStepKernels(&context);
     BenchRankStep(context, {});
   }
+  if (options.Runs("tiles")) BenchTiles(context);
   CheckCuda(cudaStreamDestroy(context.stream), "the stream's end");
-  table.Print();
   if (!table.is_written()) {
     std::fprintf(stderr, "gpu_bench: cannot write %s\n", options.json_path.c_str());
     return 1;

@@ -25,16 +25,14 @@ void PrintRow(const Result& result) {
 }  // namespace
 
 void ResultTable::Add(const Result& result) {
+  if (results_.empty()) {
+    std::printf("%-58s %10s %-8s %10s %-22s %5s\n", "what", "measured", "unit", "limit",
+                "of the same run", "ratio");
+  }
   PrintRow(result);
   std::fflush(stdout);
   results_.push_back(result);
   if (!json_path_.empty()) is_written_ = WriteJson() && is_written_;
-}
-
-void ResultTable::Print() const {
-  std::printf("\n%-58s %10s %-8s %10s %-22s %5s\n", "what", "measured", "unit", "limit",
-              "of the same run", "ratio");
-  for (const Result& result : results_) PrintRow(result);
 }
 
 bool ResultTable::WriteJson() const {

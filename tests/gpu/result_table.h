@@ -29,7 +29,6 @@ class ResultTable {
   // Prints the row and writes the file anew at once: a run that is cut short has said what it
   // knows, and leaves a whole file.
   void Add(const Result& result);
-  void Print() const;
   // False when the file could not be written once.
   bool is_written() const { return is_written_; }
   bool all_right() const;

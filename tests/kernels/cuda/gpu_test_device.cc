@@ -29,28 +29,55 @@ std::map<std::byte*, size_t>& Allocations() {
   return *allocations;
 }
 
+// Memory whose pages move between host and GPU; where a GPU has none of that kind (virtual ones,
+// and machines whose kernel lacks what it takes), pinned memory, which kernels reach over the bus.
+bool HasManagedMemory() {
+  static const bool has = [] {
+    int device = 0;
+    int is_concurrent = 0;
+    void* memory = nullptr;
+    cudaMemLocation location = {};
+    location.type = cudaMemLocationTypeDevice;
+    const bool works = cudaGetDevice(&device) == cudaSuccess &&
+                       cudaDeviceGetAttribute(&is_concurrent, cudaDevAttrConcurrentManagedAccess,
+                                              device) == cudaSuccess &&
+                       is_concurrent != 0 && cudaMallocManaged(&memory, 1) == cudaSuccess &&
+                       cudaMemPrefetchAsync(memory, 1, location, 0, nullptr) == cudaSuccess &&
+                       cudaDeviceSynchronize() == cudaSuccess;
+    if (memory != nullptr) static_cast<void>(cudaFree(memory));
+    static_cast<void>(cudaGetLastError());
+    if (!works) std::printf("managed memory does not work here: tests use pinned memory\n");
+    return works;
+  }();
+  return has;
+}
+
 }  // namespace
 
 std::byte* AllocateOnTestDevice(int64_t size_bytes) {
   void* memory = nullptr;
-  const cudaError_t error = cudaMallocManaged(&memory, static_cast<size_t>(size_bytes));
+  const size_t size = static_cast<size_t>(size_bytes);
+  const cudaError_t error = HasManagedMemory() ? cudaMallocManaged(&memory, size)
+                                               : cudaHostAlloc(&memory, size, cudaHostAllocMapped);
   if (error != cudaSuccess) {
-    std::fprintf(stderr, "cudaMallocManaged: %s\n", cudaGetErrorString(error));
+    std::fprintf(stderr, "memory of %lld bytes: %s\n", static_cast<long long>(size_bytes),
+                 cudaGetErrorString(error));
     std::abort();
   }
-  Allocations()[static_cast<std::byte*>(memory)] = static_cast<size_t>(size_bytes);
+  Allocations()[static_cast<std::byte*>(memory)] = size;
   return static_cast<std::byte*>(memory);
 }
 
 void FreeOnTestDevice(std::byte* memory) {
   Allocations().erase(memory);
   // Launches that nobody waited for are done before; an error was reported where it arose.
-  static_cast<void>(cudaFree(memory));
+  static_cast<void>(HasManagedMemory() ? cudaFree(memory) : cudaFreeHost(memory));
 }
 
 // Everything is on the GPU before kernels run, so that no TMA copy of theirs meets a page that is
 // not.
 void BeginRun(int) {
+  if (!HasManagedMemory()) return;
   cudaMemLocation location = {};
   location.type = cudaMemLocationTypeDevice;
   for (const auto& [memory, size_bytes] : Allocations()) {
