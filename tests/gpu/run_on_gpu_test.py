@@ -117,7 +117,7 @@ class RunOnGpuTest(unittest.TestCase):
     def test_what_hangs_is_ended_with_all_that_it_started(self):
         self.put(self.tools / "nvidia-smi", "")
         self.put(self.bundle / "bin/server_rank_gpu_test", HANGS)
-        run = self.run_script("--only", "rank,nccl", "--seconds", "4")
+        run = self.run_script("--only", "rank,nccl", "--seconds", "12")
         self.assertEqual(run.returncode, 1, run.stdout)
         parts = self.parts()
         self.assertEqual(parts["rank"][0], "timeout", run.stdout)
