@@ -22,11 +22,36 @@ alignas(Allocator::kAlignment) constexpr std::byte kEmptyAllocation[Allocator::k
 
 StepArena::StepArena(Allocator* allocator) : allocator_(allocator) {}
 
-StepArena::~StepArena() { ReleaseChunks(); }
+StepArena::~StepArena() {
+  for (const Chunk& chunk : chunks_) AllowAccess(chunk.buffer.data(), chunk.buffer.size_bytes());
+}
 
-void StepArena::ReleaseChunks() {
-  for (const Buffer& chunk : chunks_) AllowAccess(chunk.data(), chunk.size_bytes());
-  chunks_.clear();
+void StepArena::ReleaseUnusedChunks() {
+  std::erase_if(chunks_, [this](const Chunk& chunk) {
+    if (chunk.used_bytes > 0) return false;
+    AllowAccess(chunk.buffer.data(), chunk.buffer.size_bytes());
+    capacity_bytes_ -= chunk.buffer.size_bytes();
+    return true;
+  });
+}
+
+absl::Status StepArena::AddChunk(int64_t min_bytes) {
+  // As much again as there is, so that the number of chunks stays logarithmic.
+  absl::StatusOr<Buffer> buffer =
+      allocator_->Allocate(std::max({min_bytes, capacity_bytes_, kMinChunkBytes}));
+  if (!buffer.ok()) {
+    ReleaseUnusedChunks();
+    buffer = allocator_->Allocate(min_bytes);
+  }
+  if (!buffer.ok()) {
+    current_ = chunks_.size();
+    return buffer.status();
+  }
+  ForbidAccess(buffer->data(), buffer->size_bytes());
+  capacity_bytes_ += buffer->size_bytes();
+  current_ = chunks_.size();
+  chunks_.push_back({*std::move(buffer)});
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::byte*> StepArena::Allocate(int64_t size_bytes) {
@@ -39,34 +64,30 @@ absl::StatusOr<std::byte*> StepArena::Allocate(int64_t size_bytes) {
   }
   const int64_t aligned_bytes =
       (size_bytes + Allocator::kAlignment - 1) / Allocator::kAlignment * Allocator::kAlignment;
-  if (chunks_.empty() || chunks_.back().size_bytes() - chunk_used_bytes_ < aligned_bytes) {
-    // As much again as there is, so that the number of chunks stays logarithmic.
-    const int64_t wanted_bytes = std::max({aligned_bytes, reserve_bytes_, kMinChunkBytes});
-    absl::StatusOr<Buffer> chunk = allocator_->Allocate(wanted_bytes);
-    if (!chunk.ok() && wanted_bytes > aligned_bytes) chunk = allocator_->Allocate(aligned_bytes);
-    if (!chunk.ok()) return chunk.status();
-    ForbidAccess(chunk->data(), chunk->size_bytes());
-    reserve_bytes_ = std::max(reserve_bytes_, allocated_bytes_ + chunk->size_bytes());
-    chunks_.push_back(*std::move(chunk));
-    chunk_used_bytes_ = 0;
+  const auto fits = [aligned_bytes](const Chunk& chunk) {
+    return chunk.buffer.size_bytes() - chunk.used_bytes >= aligned_bytes;
+  };
+  while (current_ < chunks_.size() && !fits(chunks_[current_])) ++current_;
+  if (current_ == chunks_.size()) {
+    if (absl::Status status = AddChunk(aligned_bytes); !status.ok()) return status;
   }
-  std::byte* data = chunks_.back().data() + chunk_used_bytes_;
+  Chunk& chunk = chunks_[current_];
+  std::byte* data = chunk.buffer.data() + chunk.used_bytes;
   AllowAccess(data, size_bytes);
-  chunk_used_bytes_ += aligned_bytes;
+  chunk.used_bytes += aligned_bytes;
   allocated_bytes_ += aligned_bytes;
   return data;
 }
 
 void StepArena::Reset() {
-  if (chunks_.size() > 1) {
-    reserve_bytes_ = std::max(reserve_bytes_, allocated_bytes_);
-    ReleaseChunks();
-  } else if (chunks_.size() == 1) {
-    AllowAccess(chunks_[0].data(), chunk_used_bytes_);
-    allocator_->Reuse(chunks_[0].data(), chunk_used_bytes_);
-    ForbidAccess(chunks_[0].data(), chunks_[0].size_bytes());
+  for (Chunk& chunk : chunks_) {
+    if (chunk.used_bytes == 0) continue;
+    AllowAccess(chunk.buffer.data(), chunk.used_bytes);
+    allocator_->Reuse(chunk.buffer.data(), chunk.used_bytes);
+    ForbidAccess(chunk.buffer.data(), chunk.buffer.size_bytes());
+    chunk.used_bytes = 0;
   }
-  chunk_used_bytes_ = 0;
+  current_ = 0;
   allocated_bytes_ = 0;
 }
 
