@@ -5,8 +5,8 @@
 
 namespace expertmesh {
 
-// cuBLAS on one large bfloat16 matmul; sets context->matmul_tflops. Says so when there is no
-// cuBLAS.
+// cuBLAS on one large bfloat16 matmul; sets context->matmul_tflops. A cuBLAS that refuses to is
+// taken out of the context.
 void BenchMatmul(BenchContext* context);
 // Grouped GEMMs and the FFN made of them, in bfloat16 and float8, each checked on sampled outputs:
 // at the shapes of prefill, and at those of DeepSeek-V3's rank.
