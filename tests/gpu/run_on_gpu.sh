@@ -70,12 +70,11 @@ note() { echo "$*" >> "$note_file"; }
 
 # await_end PID SECONDS: false when it has not ended by then.
 await_end() {
-  local waited
-  for ((waited = 0; waited < $2 * 10; waited++)); do
-    kill -0 "$1" 2>/dev/null || return 0
+  local end=$((SECONDS + $2))
+  while kill -0 "$1" 2>/dev/null; do
+    ((SECONDS < end)) || return 1
     pause 0.1
   done
-  ! kill -0 "$1" 2>/dev/null
 }
 
 part() {
@@ -231,13 +230,11 @@ racecheck() { sanitize 'SimtGroupedGemmTest.*:QuantizeRowsTest.RowsLongerThanThe
 
 # await FILE PID TEXT: until the file has the text; fails when the process ends first or after half a minute.
 await() {
-  local i
-  for ((i = 0; i < 300; i++)); do
-    ! grep -qs "$3" "$1" || return 0
-    kill -0 "$2" 2>/dev/null || return 1
+  local end=$((SECONDS + 30))
+  until grep -qs "$3" "$1"; do
+    ((SECONDS < end)) && kill -0 "$2" 2>/dev/null || return 1
     pause 0.1
   done
-  return 1
 }
 
 # serve_model NAME TOKENS SAMPLES ARGUMENT...: one model's calls, each checked against a float64 evaluation of its
