@@ -178,6 +178,27 @@ double SecondsToEnqueue(const BenchContext& context, const std::function<cudaErr
   return enqueue;
 }
 
+// Of the device, for one graph that was launched: the mean of many, since it is taken in steps.
+double BytesPerGraph(const BenchContext& context, cudaGraph_t graph) {
+  constexpr size_t kGraphs = 256;
+  const auto free_bytes = [] {
+    size_t free = 0;
+    size_t total = 0;
+    CheckCuda(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+    return static_cast<double>(free);
+  };
+  const double before = free_bytes();
+  std::vector<cudaGraphExec_t> graphs(kGraphs);
+  for (cudaGraphExec_t& exec : graphs) {
+    CheckCuda(cudaGraphInstantiate(&exec, graph, 0), "a graph");
+    CheckCuda(cudaGraphLaunch(exec, context.stream), "a graph's launch");
+  }
+  CheckCuda(cudaStreamSynchronize(context.stream), "graphs");
+  const double after = free_bytes();
+  for (cudaGraphExec_t exec : graphs) CheckCuda(cudaGraphExecDestroy(exec), "a graph's end");
+  return (before - after) / kGraphs;
+}
+
 // The FFN of a small decode step of a fixed capacity, with its counts on the device: launch by
 // launch, and as CudaGraphCache does it, counts, graph and mark.
 void BenchGraph(const BenchContext& context, const FfnPatterns& bf16, int64_t rows_per_expert) {
@@ -209,14 +230,18 @@ void BenchGraph(const BenchContext& context, const FfnPatterns& bf16, int64_t ro
   CheckCuda(ffn.LaunchFusedFfn(context.stream), "a captured launch");
   CheckCuda(cudaStreamEndCapture(context.stream, &graph), "a capture's end");
   CheckCuda(cudaGraphInstantiate(&exec, graph, 0), "a graph");
-  CheckCuda(cudaGraphDestroy(graph), "a captured graph's end");
   CheckCuda(cudaEventCreateWithFlags(&passed, cudaEventDisableTiming), "an event");
   bench("as a graph", [&] {
     cudaError_t error = ffn.LaunchCounts(context.stream);
     if (error == cudaSuccess) error = cudaGraphLaunch(exec, context.stream);
     return error == cudaSuccess ? cudaEventRecord(passed, context.stream) : error;
   });
+  // No plan of memory counts it: CudaGraphCache::kMaxGraphs of them for each layer.
+  context.table->Add({.name = name + ", memory of a graph",
+                      .value = BytesPerGraph(context, graph) / 1024,
+                      .unit = "KiB"});
   CheckCuda(cudaGraphExecDestroy(exec), "a graph's end");
+  CheckCuda(cudaGraphDestroy(graph), "a captured graph's end");
   CheckCuda(cudaEventDestroy(passed), "an event's end");
 }
 
