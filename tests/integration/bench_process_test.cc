@@ -245,7 +245,7 @@ TEST(BenchProcessTest, NothingThere) {
   ASSERT_NE(server, nullptr);
   ASSERT_TRUE(server->process().Kill().ok());
   ASSERT_TRUE(server->process().Wait(kPatience).ok());
-  const auto bench = StartBench(*server, {"--timeout=1s"});
+  const auto bench = StartBench(*server, {"--timeout=1m"});
   EXPECT_EQ(ExitCode(bench.get()), 1);
   EXPECT_THAT(bench->Stderr(), HasSubstr("UNAVAILABLE"));
   EXPECT_THAT(bench->Stderr(), HasSubstr("is the server up"));

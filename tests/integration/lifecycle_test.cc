@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -73,7 +74,7 @@ bool WaitForMetric(ServerUnderTest* server, const std::string& series, double va
 
 // The first ones may be taken for repeats.
 int SignalUntilItEnds(ServerProcess* process) {
-  const absl::Time deadline = absl::Now() + absl::Seconds(30);
+  const absl::Time deadline = absl::Now() + absl::Minutes(1);
   while (absl::Now() < deadline) {
     process->Signal(SIGINT).IgnoreError();
     const auto exit_code = process->Wait(absl::Milliseconds(100));
@@ -82,27 +83,62 @@ int SignalUntilItEnds(ServerProcess* process) {
   return 0;
 }
 
-TEST(LifecycleTest, CallsWaitWhileTheExpertsAreLoaded) {
-  const SlowServer server(kLarge, {}, /*wait_until_serving=*/false);
-  ASSERT_NE(server.get(), nullptr);
-  EXPECT_EQ(server->Health(""), "NOT_SERVING");
-  EXPECT_EQ(server->Health(kService), "NOT_SERVING");
-  EXPECT_EQ(server->Health("no.such.Service"), "NOT_FOUND");
-  const auto loading = server->GetModel("slow");
-  ASSERT_TRUE(loading.ok()) << loading.status();
-  EXPECT_FALSE(loading->ready());
-  EXPECT_EQ(loading->epoch(), 0u);
-  EXPECT_EQ(server->Metric("expertmesh_ready"), 0);
-  PendingForward patient = server->StartForward(SlowRequest(3), absl::Minutes(2));
+// What a server says that has not loaded yet.
+struct WhileLoading {
+  std::string health, service_health, other_health;
+  absl::StatusOr<v1::GetModelResponse> model;
+  double ready = -1;
+  CallOutcome hasty;
+  absl::Duration hasty_took;
+};
+WhileLoading AskWhileLoading(ServerUnderTest& server, absl::Duration hasty_timeout) {
+  WhileLoading said;
+  said.health = server.Health("");
+  said.service_health = server.Health(kService);
+  said.other_health = server.Health("no.such.Service");
+  said.model = server.GetModel("slow");
+  said.ready = server.Metric("expertmesh_ready");
   const absl::Time start = absl::Now();
-  const CallOutcome hasty = server->Forward(SlowRequest(3), absl::Milliseconds(200));
-  EXPECT_EQ(hasty.code, absl::StatusCode::kUnavailable) << hasty;
-  EXPECT_EQ(hasty.reason, "NO_EPOCH");
-  EXPECT_GT(hasty.retry_after, absl::ZeroDuration());
-  EXPECT_GE(absl::Now() - start, absl::Milliseconds(100));
+  said.hasty = server.Forward(SlowRequest(3), hasty_timeout);
+  said.hasty_took = absl::Now() - start;
+  return said;
+}
+
+TEST(LifecycleTest, CallsWaitWhileTheExpertsAreLoaded) {
+  std::unique_ptr<SlowServer> slow;
+  std::optional<PendingForward> patient;
+  WhileLoading said;
+  absl::Duration timeout = absl::Milliseconds(200);
+  // On a busy machine it may have loaded before it was asked, or the hasty call's own deadline come
+  // before the answer that precedes it.
+  for (int attempt = 0; attempt < 5; ++attempt) {
+    if (patient.has_value()) {
+      ASSERT_TRUE(slow->get()->process().Kill().ok());
+      patient->Wait();
+    }
+    slow = std::make_unique<SlowServer>(kLarge, std::vector<std::string>{"--max_deadline=5m"},
+                                        /*wait_until_serving=*/false);
+    ASSERT_NE(slow->get(), nullptr);
+    patient = slow->get()->StartForward(SlowRequest(3), absl::Minutes(5));
+    said = AskWhileLoading(*slow->get(), timeout);
+    if (said.hasty.code == absl::StatusCode::kDeadlineExceeded) timeout *= 2;
+    if (said.hasty.code == absl::StatusCode::kUnavailable) break;
+  }
+  ServerUnderTest* const server = slow->get();
+  EXPECT_EQ(said.health, "NOT_SERVING");
+  EXPECT_EQ(said.service_health, "NOT_SERVING");
+  EXPECT_EQ(said.other_health, "NOT_FOUND");
+  ASSERT_TRUE(said.model.ok()) << said.model.status();
+  EXPECT_FALSE(said.model->ready());
+  EXPECT_EQ(said.model->epoch(), 0u);
+  EXPECT_EQ(said.ready, 0);
+  EXPECT_EQ(said.hasty.code, absl::StatusCode::kUnavailable) << said.hasty;
+  EXPECT_EQ(said.hasty.reason, "NO_EPOCH");
+  EXPECT_GT(said.hasty.retry_after, absl::ZeroDuration());
+  EXPECT_GE(said.hasty_took, absl::Milliseconds(100));
 
   ASSERT_TRUE(server->process().WaitForLine("serving slow on", absl::Minutes(2)).ok());
-  const CallOutcome outcome = patient.Wait();
+  const CallOutcome outcome = patient->Wait();
   ASSERT_TRUE(outcome.ok()) << outcome;
   for (const double value : OutputValues(outcome.response.output())) ASSERT_EQ(value, 0.0);
   EXPECT_EQ(server->Health(""), "SERVING");
@@ -120,15 +156,21 @@ TEST(LifecycleTest, CallsWaitWhileTheExpertsAreLoaded) {
 }
 
 TEST(LifecycleTest, StopWhileLoading) {
-  const SlowServer server(kLarge, {}, /*wait_until_serving=*/false);
-  ASSERT_NE(server.get(), nullptr);
-  PendingForward waiting = server->StartForward(SlowRequest(3), absl::Minutes(2));
-  EXPECT_TRUE(WaitForMetric(server.get(), "expertmesh_calls_in_flight{method=\"Forward\"}", 1));
-  ASSERT_TRUE(server->process().Terminate().ok());
-  const auto exit_code = server->process().Wait(absl::Seconds(30));
-  ASSERT_TRUE(exit_code.ok()) << exit_code.status();
-  EXPECT_EQ(*exit_code, 0);
-  const CallOutcome outcome = waiting.Wait();
+  CallOutcome outcome;
+  outcome.code = absl::StatusCode::kOk;
+  // On a busy machine it may have loaded, and answered, before it is stopped.
+  for (int attempt = 0; attempt < 5 && outcome.ok(); ++attempt) {
+    const SlowServer server(kLarge, {}, /*wait_until_serving=*/false);
+    ASSERT_NE(server.get(), nullptr);
+    PendingForward waiting = server->StartForward(SlowRequest(3), absl::Minutes(2));
+    EXPECT_TRUE(WaitForMetric(server.get(), "expertmesh_calls_in_flight{method=\"Forward\"}", 1) ||
+                waiting.IsDone());
+    ASSERT_TRUE(server->process().Terminate().ok());
+    const auto exit_code = server->process().Wait(absl::Minutes(1));
+    ASSERT_TRUE(exit_code.ok()) << exit_code.status();
+    EXPECT_EQ(*exit_code, 0);
+    outcome = waiting.Wait();
+  }
   EXPECT_EQ(outcome.code, absl::StatusCode::kUnavailable) << outcome;
   EXPECT_EQ(outcome.reason, "DRAINING");
 }
@@ -170,7 +212,7 @@ TEST(LifecycleTest, CallsInTheLastMomentsAreNotCancelled) {
     for (std::thread& client : clients) client.join();
     ASSERT_GE(num_answered_by_then, 200);
     EXPECT_EQ(ends, (std::map<std::string, int>{{"UNAVAILABLE", 8}}));
-    const auto exit_code = server->process().Wait(absl::Seconds(30));
+    const auto exit_code = server->process().Wait(absl::Minutes(1));
     ASSERT_TRUE(exit_code.ok()) << exit_code.status();
     EXPECT_EQ(*exit_code, 0);
   }
@@ -183,7 +225,7 @@ TEST(LifecycleTest, DrainEndsWhatRunsAndRefusesTheRest) {
   for (int i = 0; i < 3; ++i) running.push_back(server->StartForward(SlowRequest(512)));
   ASSERT_TRUE(WaitForMetric(server.get(), "expertmesh_tokens_in_flight", 3 * 512));
   ASSERT_TRUE(server->process().Terminate().ok());
-  ASSERT_TRUE(server->process().WaitForLine("draining", absl::Seconds(30)).ok());
+  ASSERT_TRUE(server->process().WaitForLine("draining", absl::Minutes(1)).ok());
   const CallOutcome late = server->Forward(SlowRequest(3));
   EXPECT_EQ(late.code, absl::StatusCode::kUnavailable) << late;
   EXPECT_EQ(late.reason, "DRAINING");
@@ -228,7 +270,7 @@ TEST(LifecycleTest, ASecondSignalEndsAtOnce) {
   for (int i = 0; i < 24; ++i) running.push_back(server->StartForward(SlowRequest(1024)));
   ASSERT_TRUE(WaitForMetric(server.get(), "expertmesh_tokens_in_flight", 1024));
   ASSERT_TRUE(server->process().Terminate().ok());
-  ASSERT_TRUE(server->process().WaitForLine("draining", absl::Seconds(30)).ok());
+  ASSERT_TRUE(server->process().WaitForLine("draining", absl::Minutes(1)).ok());
   EXPECT_EQ(SignalUntilItEnds(&server->process()), -SIGINT);
   EXPECT_THAT(server->process().Stderr(), HasSubstr("ending at once; open calls are lost"));
   for (PendingForward& call : running) call.Wait();
@@ -250,9 +292,12 @@ TEST(LifecycleTest, ASignalThatComesTwiceAtOnceIsOne) {
   ASSERT_NE(server.get(), nullptr);
   PendingForward running = server->StartForward(SlowRequest(512));
   ASSERT_TRUE(WaitForMetric(server.get(), "expertmesh_tokens_in_flight", 512));
-  // Not the same number twice, which the kernel may deliver as one.
+  // Not the same number twice, which the kernel may deliver as one; stopped, so that they do come
+  // at once, however busy the machine is.
+  ASSERT_TRUE(server->process().Signal(SIGSTOP).ok());
   ASSERT_TRUE(server->process().Terminate().ok());
   ASSERT_TRUE(server->process().Signal(SIGINT).ok());
+  ASSERT_TRUE(server->process().Signal(SIGCONT).ok());
   const CallOutcome outcome = running.Wait();
   EXPECT_TRUE(outcome.ok()) << outcome;
   const auto exit_code = server->process().Wait(absl::Seconds(60));
@@ -334,7 +379,7 @@ TEST(LifecycleTest, DrainByRpcLeavesTheProcessForSigterm) {
   EXPECT_TRUE(server->GetStatus()->draining());
   EXPECT_TRUE(server->Drain(absl::ZeroDuration())->complete());
   ASSERT_TRUE(server->process().Terminate().ok());
-  const auto exit_code = server->process().Wait(absl::Seconds(30));
+  const auto exit_code = server->process().Wait(absl::Minutes(1));
   ASSERT_TRUE(exit_code.ok()) << exit_code.status();
   EXPECT_EQ(*exit_code, 0);
 }
@@ -360,7 +405,7 @@ TEST(LifecycleTest, ADrainDelayShowsNewConnectionsThatTheServerLeaves) {
       ServerUnderTest::Start({.checkpoint = kFixture, .args = {"--drain_delay=5s"}});
   ASSERT_NE(server, nullptr);
   ASSERT_TRUE(server->process().Terminate().ok());
-  ASSERT_TRUE(server->process().WaitForLine("draining", absl::Seconds(30)).ok());
+  ASSERT_TRUE(server->process().WaitForLine("draining", absl::Minutes(1)).ok());
   EXPECT_EQ(server->HealthOverNewConnection(), "NOT_SERVING");
   EXPECT_EQ(server->Forward(GoodRequest({"", 1, 0, 48, 12}, 4, 2)).reason, "DRAINING");
   const auto exit_code = server->process().Wait(absl::Seconds(60));
@@ -376,7 +421,7 @@ TEST(LifecycleTest, OnePortIsNeverShared) {
        .args = {absl::StrCat("--checkpoint=", kFixture),
                 "--metrics_listen=", absl::StrCat("--listen=", server->address())}});
   ASSERT_TRUE(second.ok()) << second.status();
-  const auto exit_code = (*second)->Wait(absl::Seconds(30));
+  const auto exit_code = (*second)->Wait(absl::Minutes(1));
   ASSERT_TRUE(exit_code.ok()) << exit_code.status();
   EXPECT_EQ(*exit_code, 1);
   EXPECT_THAT((*second)->Stderr(), HasSubstr(absl::StrCat("cannot listen on ", server->address(),
@@ -508,7 +553,7 @@ TEST(LifecycleTest, WhatIsWrongWithAStartIsSaid) {
     auto process =
         ServerProcess::Start({.path = SiblingBinary("expertmesh-control-plane"), .args = bad.args});
     ASSERT_TRUE(process.ok()) << process.status();
-    const auto exit_code = (*process)->Wait(absl::Seconds(30));
+    const auto exit_code = (*process)->Wait(absl::Minutes(2));  // a resolver takes its time
     ASSERT_TRUE(exit_code.ok()) << exit_code.status();
     EXPECT_EQ(*exit_code, bad.exit_code);
     EXPECT_THAT((*process)->Stderr(), HasSubstr(bad.says));
@@ -525,7 +570,7 @@ TEST(LifecycleTest, HelpIsNoError) {
   auto process =
       ServerProcess::Start({.path = SiblingBinary("expertmesh-control-plane"), .args = {"--help"}});
   ASSERT_TRUE(process.ok()) << process.status();
-  EXPECT_EQ(*(*process)->Wait(absl::Seconds(30)), 0);
+  EXPECT_EQ(*(*process)->Wait(absl::Minutes(1)), 0);
   EXPECT_THAT((*process)->Stdout(), HasSubstr("--checkpoint"));
   const FinishedProcess version =
       RunToEnd({.path = SiblingBinary("expertmesh-control-plane"), .args = {"--version"}});

@@ -41,7 +41,7 @@ class RankCluster {
   bool StartRank(int32_t ep_rank);
   // Any expert server that dials this cluster's control plane, with further arguments.
   std::unique_ptr<ServerProcess> StartExpertServer(std::vector<std::string> args);
-  // Blocks until the control plane says that this epoch stands.
+  // Blocks until the control plane says that this epoch, or one soon after it, stands.
   bool WaitForEpoch(uint64_t epoch);
   // SIGKILL, and another one on the same rank port.
   bool RestartControl() { return KillControl() && StartControlAgain(); }

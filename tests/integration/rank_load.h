@@ -53,8 +53,10 @@ class RankLoad {
     // The control plane may die as well, and connections with it.
     bool control_may_die = false;
     int num_callers = 3;
-    // Of each call. A rank that stops is noticed, and its step lost, well within it.
-    absl::Duration timeout = absl::Milliseconds(4 * kHeartbeatTimeoutMillis);
+    // Of each call. A rank that stops is noticed, and its step lost, well within it. Long also
+    // because the answer that nobody could be found comes a fiftieth of it before its end, which a
+    // busy machine may need to bring it.
+    absl::Duration timeout = kPlenty / 2;
   };
   RankLoad(RankCluster* cluster, Oracle* oracle, uint64_t seed, Options options);
   RankLoad(RankCluster* cluster, Oracle* oracle, uint64_t seed)
