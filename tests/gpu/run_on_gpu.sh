@@ -223,8 +223,9 @@ sanitize() {
   note "$(grep -m1 -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$log" | sed 's/^=* *//')"
   gtest "$code" "$log"
 }
-# "Not ready" of an event is an answer, no error.
-sanitizer() { sanitize '-GroupedGemmTest.*:*Large*' --tool memcheck --report-api-errors no; }
+# Of what stands behind kernels/'s interfaces the 16-bit types alone, for time. "Not ready" of an event is an answer, no
+# error.
+sanitizer() { sanitize '-GroupedGemmTest.*:*Large*:Cuda/*float32*' --tool memcheck --report-api-errors no; }
 # The kernels whose threads meet in shared memory.
 racecheck() { sanitize 'SimtGroupedGemmTest.*:QuantizeRowsTest.RowsLongerThanTheRegisters' --tool racecheck; }
 
