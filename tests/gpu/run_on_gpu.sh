@@ -285,10 +285,10 @@ serve_model() {
 serve() {
   local code=0
   serve_model small 100 16 || code=1
-  serve_model wide 64 2 --hidden_size=2048 --intermediate_size=768 --num_experts=128 --experts_per_token=8 \
-    --num_layers=1 || code=1
   serve_model fp8 100 8 --architecture=DeepseekV3ForCausalLM --weight_dtype=float8_e4m3 --hidden_size=1024 \
     --intermediate_size=512 --num_experts=32 --experts_per_token=8 --num_layers=1 || code=1
+  serve_model wide 64 2 --hidden_size=2048 --intermediate_size=768 --num_experts=128 --experts_per_token=8 \
+    --num_layers=1 || code=1
   return "$code"
 }
 
