@@ -122,8 +122,13 @@ absl::StatusOr<int32_t> Membership::FindMember(uint64_t incarnation, uint64_t me
   for (int32_t rank = 0; rank < options_.ep_size; ++rank) {
     if (members_[rank].has_value() && members_[rank]->id == member_id) return rank;
   }
-  return CallError(ErrorReason::kStaleEpoch,
-                   absl::StrCat("member ", member_id, " is none any more: join again"));
+  std::string why;
+  for (const Visitor& visitor : visitors_) {
+    if (visitor.lost_id == member_id) why = visitor.lost_why;
+  }
+  return CallError(
+      ErrorReason::kStaleEpoch,
+      why.empty() ? absl::StrCat("member ", member_id, " is none any more: join again") : why);
 }
 
 absl::Status Membership::Attach(uint64_t incarnation, uint64_t member_id) {
@@ -196,6 +201,7 @@ void Membership::Remove(int32_t ep_rank, const EpochEnd& end) {
   action.member_id = member.id;
   action.epoch = epoch_;
   action.end = end;
+  visitors_[ep_rank].lost_id = member.id;
   visitors_[ep_rank].has_left = end.kind == EpochEndKind::kRankLeft;
   visitors_[ep_rank].lost_why = std::string(end.reason.message());
   visitors_[ep_rank].lost_at = clock_->Now();

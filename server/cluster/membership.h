@@ -109,7 +109,8 @@ class Membership {
   // The member's stream has come: it stands by. STALE_INCARNATION, STALE_EPOCH (no member, or it
   // has a stream).
   absl::Status Attach(uint64_t incarnation, uint64_t member_id);
-  // STALE_INCARNATION, STALE_EPOCH (no member any more): it must join again.
+  // STALE_INCARNATION, STALE_EPOCH (no member any more; why, where that is known): it must join
+  // again.
   absl::Status Heartbeat(uint64_t incarnation, uint64_t member_id, int64_t memory_used_bytes = 0);
   // For View alone, which shows it for a while unless a member has the place. What Join and
   // Announce refuse is noted already.
@@ -156,6 +157,7 @@ class Membership {
   // What is known of a place's last member, and of who may be the next.
   struct Visitor {
     std::string lost_why;  // empty: nobody was lost
+    uint64_t lost_id = 0;
     bool has_left = false;
     absl::Time lost_at;
     MemberView loading;

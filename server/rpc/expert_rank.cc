@@ -235,7 +235,12 @@ absl::Status ExpertRank::Impl::RunSession(const v1::JoinResponse& membership) {
   for (std::thread& lane : lanes) lane.join();
   const absl::Status why = own->Next().status();
   if (Wait(absl::ZeroDuration())) {
-    LogWarning("lost its place in the group", {{"why", why.message()}});
+    const std::optional<CallErrorDetails> word = GetCallErrorDetails(why);
+    const bool is_wanted = word.has_value() && word->reason == ErrorReason::kDraining;
+    Log(is_wanted ? LogLevel::kInfo : LogLevel::kWarning, "lost its place in the group",
+        {{"why", word.has_value() && !is_wanted
+                     ? absl::StrCat("the control plane says: ", why.message())
+                     : std::string(why.message())}});
   } else {
     LogInfo("left the group");
   }
@@ -284,9 +289,9 @@ void ExpertRank::Impl::SendHeartbeats(const v1::JoinResponse& membership) {
     if (session != nullptr && (!is_member || now - last_answer > timeout)) {
       const std::shared_ptr<RankSession> lost = session;
       lock.unlock();
-      lost->Cancel(absl::UnavailableError(is_member
-                                              ? "the control plane does not answer heartbeats"
-                                              : "the control plane counts it as a member no more"));
+      lost->Cancel(is_member
+                       ? absl::UnavailableError("the control plane does not answer heartbeats")
+                       : CallError(ErrorReason::kStaleEpoch, response.why()));
       return;
     }
     changed.wait_for(lock, absl::ToChronoNanoseconds(interval),

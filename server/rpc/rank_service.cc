@@ -138,10 +138,10 @@ class RankServiceImpl final : public RankServiceBase {
         status = group().Announce(AnnouncementOf(*request));
       } else {
         // Not being a member is an answer, not an error of the call.
-        response->set_member(group()
-                                 .Heartbeat(request->incarnation(), request->member_id(),
-                                            request->memory_used_bytes())
-                                 .ok());
+        const absl::Status member = group().Heartbeat(request->incarnation(), request->member_id(),
+                                                      request->memory_used_bytes());
+        response->set_member(member.ok());
+        response->set_why(ToRpcStatus(member).message());
       }
       response->set_heartbeat_interval_micros(HeartbeatIntervalMicros());
       response->set_incarnation(group().incarnation());

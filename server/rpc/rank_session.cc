@@ -3,6 +3,8 @@
 #include <chrono>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "server/ops/call_error.h"
 #include "server/rpc/epoch_end_wire.h"
 #include "server/rpc/forward_encoder.h"
 #include "server/rpc/status_mapping.h"
@@ -12,6 +14,14 @@ namespace {
 
 constexpr char kMethod[] = "/expertmesh.v1.RankService/RunSteps";
 constexpr std::chrono::milliseconds kTimeToLeave(500);
+
+// What gRPC says of a stream that broke names neither what broke nor who says so.
+absl::Status StreamEnd(const absl::Status& status) {
+  if (status.ok()) return absl::UnavailableError("the control plane ended the stream");
+  if (GetCallErrorDetails(status).has_value()) return status;
+  return absl::UnavailableError(
+      absl::StrCat("the stream to the control plane broke: ", status.ToString()));
+}
 
 }  // namespace
 
@@ -63,7 +73,17 @@ void RankSession::Pump() {
     lock.lock();
   }
   pumping_ = false;
-  changed_.notify_all();
+  const bool lets_go = closing_ && !std::exchange(has_let_go_, closing_);
+  lock.unlock();
+  if (lets_go) RemoveHold();
+}
+
+void RankSession::CloseWrites() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closing_ = true;
+  }
+  Pump();
 }
 
 void RankSession::OnWriteDone(bool ok) {
@@ -75,13 +95,13 @@ void RankSession::OnWriteDone(bool ok) {
     to_write_.pop_front();
   }
   sent.clear();
-  if (!ok) return Fail(absl::UnavailableError("the stream to the control plane broke"));
+  if (!ok) return CloseWrites();  // reads end as well
   Pump();
 }
 
 void RankSession::OnReadDone(bool ok) {
-  // The stream's own status follows with OnDone.
-  if (!ok) return Fail(absl::UnavailableError("the control plane ended the stream"));
+  // The stream's status follows with OnDone, which comes only once nobody may write any more.
+  if (!ok) return CloseWrites();
   absl::StatusOr<ReceivedCommand> command = DecodeCommand(&read_, allocator_);
   read_.Clear();
   if (!command.ok()) {
@@ -130,13 +150,8 @@ void RankSession::TryCancel() {
 }
 
 void RankSession::Finish() {
-  {
-    std::unique_lock<std::mutex> lock(mutex_);
-    closing_ = true;
-    changed_.wait(lock, [this] { return !pumping_; });
-  }
   TryCancel();
-  RemoveHold();
+  CloseWrites();
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [this] { return done_; });
   // Here: the last reference may go on gRPC's thread once the allocator is gone.
@@ -145,9 +160,7 @@ void RankSession::Finish() {
 
 void RankSession::OnDone(const grpc::Status& status) {
   const std::shared_ptr<RankSession> self = std::move(self_);
-  absl::Status end = FromGrpcStatus(status);
-  if (end.ok()) end = absl::UnavailableError("the control plane ended the stream");
-  Fail(end);
+  Fail(StreamEnd(FromGrpcStatus(status)));
   {
     // Before anybody learns of the end, who may drop the channel next.
     const std::lock_guard<std::mutex> lock(context_mutex_);

@@ -37,7 +37,8 @@ class RankSession final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc:
   static std::shared_ptr<RankSession> Start(grpc::GenericStub* stub, Allocator* allocator,
                                             const v1::StreamHello& hello, OnEpochEnd on_epoch_end);
 
-  // Blocks until there is a command; the stream's status (never OK) when it has ended.
+  // Blocks until there is a command; when the stream has ended, why (never OK): the control plane's
+  // word has CallErrorDetails.
   absl::StatusOr<ReceivedCommand> Next();
   // Nothing when the stream has ended.
   void Write(grpc::ByteBuffer message);
@@ -61,6 +62,8 @@ class RankSession final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc:
 
   void TryCancel();
   void Pump();
+  // Lets OnDone come: gRPC keeps it back as long as somebody might write.
+  void CloseWrites();
 
   Allocator* const allocator_;
   const OnEpochEnd on_epoch_end_;
@@ -76,7 +79,8 @@ class RankSession final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc:
   std::deque<grpc::ByteBuffer> to_write_;
   bool pumping_ = false;
   bool writing_ = false;
-  bool closing_ = false;  // nothing is written any more
+  bool closing_ = false;     // nothing is written any more
+  bool has_let_go_ = false;  // of the hold
   bool done_ = false;
   absl::Status end_;  // not OK: the stream has ended, or is about to
 };

@@ -10,6 +10,7 @@
 #include "server/ops/rank_text.h"
 #include "server/rpc/epoch_end_wire.h"
 #include "server/rpc/forward_encoder.h"
+#include "server/rpc/grpc_deadline.h"
 #include "server/rpc/status_mapping.h"
 
 namespace expertmesh {
@@ -29,6 +30,8 @@ struct HeldRows {
   std::shared_ptr<Allocator> allocator;
   std::shared_ptr<const void> owner;
 };
+
+constexpr absl::Duration kTimeToRead = absl::Milliseconds(500);
 
 }  // namespace
 
@@ -140,7 +143,15 @@ void RankStream::Pump() {
   if (pumping_) return;
   pumping_ = true;
   while (!finished_) {
-    if (end_.has_value() && writing_ && !cancelled_) {
+    if (end_.has_value() && writing_ && !waits_to_cut_) {
+      // What is on its way comes first, so that the peer hears of the reason.
+      waits_to_cut_ = true;
+      lock.unlock();
+      cut_.Set(ToGrpcDeadline(kTimeToRead), [weak = weak_from_this()](bool is_due) {
+        const std::shared_ptr<RankStream> stream = weak.lock();
+        if (is_due && stream != nullptr) stream->Cut();
+      });
+    } else if (writing_ && must_cut_ && !cancelled_) {
       // A peer that does not read would keep the message, and with it the stream, for ever.
       cancelled_ = true;
       lock.unlock();
@@ -167,6 +178,14 @@ void RankStream::Pump() {
     lock.lock();
   }
   pumping_ = false;
+}
+
+void RankStream::Cut() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    must_cut_ = true;
+  }
+  Pump();
 }
 
 void RankStream::OnWriteDone(bool ok) {

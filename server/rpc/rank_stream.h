@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "grpcpp/alarm.h"
 #include "grpcpp/server_context.h"
 #include "grpcpp/support/byte_buffer.h"
 #include "grpcpp/support/server_callback.h"
@@ -65,6 +66,7 @@ class RankStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::
   void Write(grpc::ByteBuffer message);
   void Read();
   void Pump();
+  void Cut();
   // The first reason stays.
   void End(const absl::Status& reason);
 
@@ -73,6 +75,7 @@ class RankStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::
   grpc::CallbackServerContext* const context_;
   std::shared_ptr<RankStream> self_;  // until OnDone
   grpc::ByteBuffer read_;
+  grpc::Alarm cut_;
 
   std::atomic<int32_t> ep_rank_{-1};    // from the hello
   std::atomic<uint64_t> member_id_{0};  // from the hello, when the group took it
@@ -82,6 +85,8 @@ class RankStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::
   bool pumping_ = false;
   bool wants_read_ = false;
   bool writing_ = false;
+  bool waits_to_cut_ = false;  // cut_ is set
+  bool must_cut_ = false;
   bool cancelled_ = false;
   bool finished_ = false;
   std::optional<absl::Status> end_;

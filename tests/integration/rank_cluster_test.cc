@@ -291,6 +291,43 @@ TEST(RankClusterTest, ARankLeavesAndReadinessFollowsTheEpoch) {
                   .ok());
 }
 
+TEST(RankClusterTest, ARankIsToldWhyItLosesItsPlace) {
+  const auto cluster = RankCluster::Start(
+      {.checkpoint = kRankCheckpoint, .ep_size = 2, .control_args = {"--heartbeat_timeout=3s"}});
+  ASSERT_NE(cluster, nullptr);
+  ASSERT_TRUE(cluster->rank(1).Signal(SIGSTOP).ok());
+  ASSERT_TRUE(cluster->control()
+                  .process()
+                  .WaitForLine("a rank was lost ep_rank=1 .*no heartbeat", kPlenty)
+                  .ok());
+  ASSERT_TRUE(cluster->rank(1).Signal(SIGCONT).ok());
+  // One that slept while it asked has waited for the answer long enough to give up by itself.
+  EXPECT_TRUE(cluster->rank(1)
+                  .WaitForLine(" W lost its place in the group why=\"the control plane (says: no "
+                               "heartbeat for|does not answer heartbeats)",
+                               kPlenty)
+                  .ok());
+
+  ASSERT_TRUE(cluster->KillControl());
+  EXPECT_TRUE(cluster->rank(0)
+                  .WaitForLine(" W lost its place in the group why=\"the stream to the control "
+                               "plane broke: UNAVAILABLE: ",
+                               kPlenty)
+                  .ok());
+  ASSERT_TRUE(cluster->StartControlAgain());
+  ASSERT_TRUE(cluster->control().process().WaitForLine("an epoch stands", kPlenty).ok());
+
+  ASSERT_TRUE(cluster->control().process().Terminate().ok());
+  EXPECT_EQ(cluster->control().process().Wait(kPlenty).value_or(-1), 0);
+  for (int32_t rank = 0; rank < 2; ++rank) {
+    EXPECT_TRUE(cluster->rank(rank)
+                    .WaitForLine(" I lost its place in the group why=\"the control plane is "
+                                 "stopping\"",
+                                 kPlenty)
+                    .ok());
+  }
+}
+
 TEST(RankClusterTest, RanksThatHangPutOffNoStop) {
   const auto cluster = RankCluster::Start(
       {.checkpoint = kRankCheckpoint,

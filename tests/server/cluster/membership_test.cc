@@ -418,7 +418,9 @@ TEST(MembershipTest, ALateHeartbeatLosesTheMember) {
   EXPECT_EQ(membership.epoch(), 0u);
   EXPECT_EQ(membership.View()[1].state, MemberState::kLost);
   EXPECT_EQ(membership.View()[0].state, MemberState::kTearingDown);
-  EXPECT_EQ(ReasonOf(membership.Heartbeat(kIncarnation, ids[1])), ErrorReason::kStaleEpoch);
+  const absl::Status late = membership.Heartbeat(kIncarnation, ids[1]);
+  EXPECT_EQ(ReasonOf(late), ErrorReason::kStaleEpoch);
+  EXPECT_EQ(late.message(), "no heartbeat for 2s");
 }
 
 TEST(MembershipTest, TheSameProcessMayJoinAgainAtOnce) {
