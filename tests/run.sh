@@ -7,7 +7,7 @@
 #   --cuda      the release build with the CUDA kernels, compiled for a GPU and tested on the CPU
 #   --cuda-parts of --cuda what the release build has not: the programs with CUDA and the tests of what is CUDA's
 #   --cuda-asan kernels, ranks and communicator of a GPU on the CPU under AddressSanitizer; needs no nvcc
-#   -R REGEX    only the ctest tests whose names match
+#   -R REGEX    only the ctest tests whose names match, and only what they need is built
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,6 +15,7 @@ preset=release
 dependencies=(--test)
 targets=()
 filter=()
+regex=
 while (($#)); do
   case "$1" in
     --release | --asan | --tsan) preset=${1#--} ;;
@@ -31,8 +32,8 @@ while (($#)); do
       targets=(--target cuda_parts) filter=(-L cuda)
       ;;
     -R)
-      (($# > 1)) || { echo "run.sh: -R has no value; it takes a regular expression" >&2; exit 2; }
-      filter=(-R "$2")
+      [[ -n ${2-} ]] || { echo "run.sh: -R has no value; it takes a regular expression" >&2; exit 2; }
+      regex=$2
       shift
       ;;
     -h | --help) sed -n '2,/^set /s/^# //p' "${BASH_SOURCE[0]}"; exit 0 ;;
@@ -64,6 +65,18 @@ check_protos() {
     buf lint "$image" --config proto/buf.yaml
 }
 
+# The names of tests are those of their targets. Before they are built ctest complains of each at length.
+choose_tests() {
+  local names=()
+  mapfile -t names < <(ctest --preset "$preset" -N -R "$regex" 2> /dev/null | sed -n 's/^ *Test *#[0-9]*: //p')
+  if ((${#names[@]} == 0)); then
+    echo "run.sh: of $preset no test's name matches '$regex'; all names: ctest --preset $preset -N 2> /dev/null" >&2
+    return 1
+  fi
+  targets=(--target "${names[@]}")
+  filter=(-R "$regex")
+}
+
 phase install deploy/install_deps.sh "${dependencies[@]}"
 if [[ $preset == release ]]; then
   phase format check_format
@@ -71,5 +84,6 @@ if [[ $preset == release ]]; then
 fi
 # Said, for the quickstart turns tests off in the same folder.
 phase configure cmake --preset "$preset" --log-level=WARNING -DEXPERTMESH_BUILD_TESTS=ON
+[[ -z $regex ]] || phase choose choose_tests
 phase build cmake --build --preset "$preset" "${targets[@]}"
 phase test ctest --preset "$preset" --parallel 2 "${filter[@]}"
