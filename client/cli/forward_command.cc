@@ -24,6 +24,9 @@
 #include "server/model/checkpoint_weight_source.h"
 
 ABSL_DECLARE_FLAG(std::string, model);
+ABSL_DECLARE_FLAG(std::string, hidden);
+ABSL_DECLARE_FLAG(std::string, dtype);
+ABSL_DECLARE_FLAG(std::string, output_dtype);
 ABSL_FLAG(std::string, output, "", "write the output there: FILE.npy or FILE.safetensors");
 ABSL_FLAG(std::string, check, "",
           "checkpoint directory: compare the answer with a float64 evaluation of it");
@@ -112,6 +115,19 @@ absl::StatusOr<int> AdoptServersChoice(ExpertClient& client, ForwardJob& job) {
   return answer->topk();
 }
 
+// What no server could make right of --output; the flags of types are valid.
+absl::Status CheckOutputFlag() {
+  const std::string path = absl::GetFlag(FLAGS_output);
+  if (path.empty()) return absl::OkStatus();
+  if (absl::Status status = CheckTensorFileToWrite(path); !status.ok()) {
+    return OfFlag("output", status);
+  }
+  std::string dtype = absl::GetFlag(FLAGS_output_dtype);
+  if (dtype.empty() && absl::GetFlag(FLAGS_hidden).empty()) dtype = absl::GetFlag(FLAGS_dtype);
+  if (dtype.empty()) return absl::OkStatus();
+  return OfFlag("output", FlagErrorOf(CheckTensorFileHolds(path, *DTypeFromName(dtype))));
+}
+
 // Finds fault with what is to be done with the answer before the call is made.
 absl::Status PrepareForAnswer(const v1::GetModelResponse& model, const ForwardJob& job,
                               std::unique_ptr<CheckpointWeightSource>& weights) {
@@ -157,6 +173,7 @@ absl::Status Check(ExpertClient& client, const WeightSource& weights, ForwardJob
 
 absl::Status Run(const std::vector<std::string>& given) {
   if (absl::Status status = CheckForwardFlags(given); !status.ok()) return status;
+  if (absl::Status status = CheckOutputFlag(); !status.ok()) return status;
   absl::StatusOr<std::unique_ptr<ExpertClient>> client = ClientFromFlags();
   if (!client.ok()) return client.status();
   const absl::StatusOr<v1::GetModelResponse> model =

@@ -338,6 +338,14 @@ absl::Status CheckForwardFlags(const std::vector<std::string>& given) {
     return FlagError(absl::StrCat("--", number.flag, " is ", number.value,
                                   "; it takes a whole number from ", number.least, " on"));
   }
+  for (const absl::Flag<std::string>* file :
+       {&FLAGS_hidden, &FLAGS_topk_ids, &FLAGS_topk_weights, &FLAGS_router_logits}) {
+    const std::string path = absl::GetFlag(*file);
+    if (path.empty()) continue;
+    if (absl::Status status = CheckTensorFileToRead(path); !status.ok()) {
+      return OfFlag(absl::GetFlagReflectionHandle(*file).Name(), status);
+    }
+  }
   if (absl::GetFlag(FLAGS_topk_ids).empty() != absl::GetFlag(FLAGS_topk_weights).empty()) {
     return FlagError("--topk_ids and --topk_weights: give both or none");
   }

@@ -1,3 +1,4 @@
+#include <cerrno>
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -40,8 +41,10 @@ std::string Overview() {
       "\n  expertmesh help <command>   what a command takes\n"
       "  expertmesh --helpfull       every flag\n\n"
       "All commands that call a server take --target (default 127.0.0.1:50051).\n"
-      "Times have a unit: 500ms, 10s, 2m. Exit codes: 0 done, 1 it failed, 2 the command "
-      "line is wrong.\n");
+      "Times have a unit: 500ms, 10s, 2m.\n\n"
+      "Exit codes: 0 done; 2 the command line is wrong, whatever files, disk and server are like;\n"
+      "1 it failed for any other reason: a file or folder that is not there or cannot be written,\n"
+      "a full disk, what the server refuses, a --check that fails.\n");
   return text;
 }
 
@@ -91,6 +94,14 @@ int UsageError(absl::string_view command, absl::string_view message) {
   return kExitUsage;
 }
 
+// A full disk behind a redirection is found out here at the latest.
+absl::Status FlushStdout() {
+  errno = 0;
+  const bool was_failed = ferror(stdout) != 0;
+  if (fflush(stdout) == 0 && !was_failed) return absl::OkStatus();
+  return absl::ErrnoToStatus(errno != 0 ? errno : EIO, "standard output cannot be written");
+}
+
 int Main(const std::vector<std::string>& args) {
   TuneGrpcBeforeFirstUse();
   if (!args.empty() && args.front() == "--helpfull") {
@@ -127,7 +138,8 @@ int Main(const std::vector<std::string>& args) {
       return UsageError(name, absl::StrCat("--", flag, " is a flag of other commands"));
     }
   }
-  const absl::Status status = command->run(line->flags);
+  absl::Status status = command->run(line->flags);
+  if (status.ok()) status = FlushStdout();
   if (status.ok()) return 0;
   if (IsFlagError(status)) return UsageError(name, status.message());
   fprintf(stderr, "expertmesh %s: %s\n", command->name, ErrorWithAdvice(status).c_str());

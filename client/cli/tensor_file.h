@@ -28,8 +28,14 @@ absl::StatusOr<FileTensor> ReadTensorFile(const std::string& path);
 absl::Status WriteTensorFile(const std::string& path, const std::string& name,
                              const FileTensor& tensor);
 
-// What WriteTensorFile would refuse, known before there is a tensor: the ending, the element type,
-// a missing folder.
+// What of it the path alone shows to be wrong: FlagErrors.
+absl::Status CheckTensorFileToRead(const std::string& path);
+absl::Status CheckTensorFileToWrite(const std::string& path);
+// Whether that kind of file, which its ending names, holds elements of that type.
+absl::Status CheckTensorFileHolds(const std::string& path, DType dtype);
+
+// What WriteTensorFile would refuse, known before there is a tensor: the ending (a FlagError), the
+// element type, a missing folder, one in the file's place, one that may not be written to.
 absl::Status CanWriteTensorFile(const std::string& path, DType dtype);
 
 // NumPy's file format, versions 1 to 3 (numpy.lib.format in NumPy's documentation).

@@ -249,6 +249,34 @@ TEST_F(CliTest, WhatOnlyTheServerKnowsExitsWithOne) {
   EXPECT_EQ(server_->Metric("expertmesh_steps_total"), 0);
 }
 
+TEST_F(CliTest, AnOutputThatCannotBeWrittenExitsWithOne) {
+  const std::string full = directory_ + "/full.npy";
+  std::filesystem::create_symlink("/dev/full", full);
+  std::filesystem::create_directory(directory_ + "/folder.npy");
+  std::filesystem::create_directory(directory_ + "/folder.safetensors");
+  for (const char* name : {"folder.npy", "folder.safetensors"}) {
+    const FinishedProcess result = Cli(
+        {"forward", "--dtype=float32", absl::StrCat("--output=", directory_, "/", name), target_});
+    EXPECT_EQ(result.exit_code, 1);
+    EXPECT_TRUE(Has(result.err, absl::StrCat(name, ": is a folder"))) << result.err;
+  }
+  EXPECT_EQ(server_->Metric("expertmesh_steps_total"), 0);
+  const FinishedProcess written =
+      Cli({"forward", "--dtype=float32", absl::StrCat("--output=", full), target_});
+  EXPECT_EQ(written.exit_code, 1);
+  EXPECT_TRUE(Has(written.err, "full.npy: cannot be written: No space left")) << written.err;
+  EXPECT_FALSE(Has(written.err, "wrote")) << written.err;
+  for (const char* command : {"model", "forward --json", "explain", "forward"}) {
+    const FinishedProcess result =
+        RunToEnd({.path = "/bin/sh",
+                  .args = {"-c", absl::StrCat("exec ", SiblingBinary("expertmesh"), " ", command,
+                                              " ", target_, " > /dev/full")}});
+    EXPECT_EQ(result.exit_code, 1) << command;
+    EXPECT_TRUE(Has(result.err, "standard output cannot be written: No space left"))
+        << command << result.err;
+  }
+}
+
 TEST_F(CliTest, AMessageThatGrpcRefusesGetsTheFlagAndTheLimit) {
   server_ = ServerUnderTest::Start(
       {.checkpoint = checkpoint_, .args = {"--local_ranks=1", "--max_message_bytes=64KiB"}});
@@ -360,6 +388,11 @@ TEST(CliUsageTest, WrongFlagsExitWithTwoAndSayWhatIsValid) {
        "--seed would do nothing: nothing is drawn at random"},
       {{"bench", "--rate=100", "--concurrency=4"},
        "--concurrency would do nothing: with --rate calls start at random moments"},
+      {{"forward", "--output=y.txt"}, "--output: y.txt: must end with .npy or .safetensors"},
+      {{"forward", "--output=y.npy", "--output_dtype=bfloat16"}, "--output: y.npy: NumPy has no"},
+      {{"forward", "--output=y.npy", "--dtype=bfloat16"}, "--output: y.npy: NumPy has no bfloat16"},
+      {{"forward", "--hidden=x.txt"}, "--hidden: x.txt: must end with .npy"},
+      {{"explain", "--router_logits=x.txt"}, "--router_logits: x.txt: must end with .npy"},
       {{"bench", "--rate=0"}, "--rate is 0; it takes a number of calls a second above 0"},
       {{"bench", "--rate=inf"}, "--rate is inf"},
       {{"bench", "--samples=0", "--check=c"}, "--check would do nothing: with --samples=0"},
