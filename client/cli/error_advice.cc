@@ -80,6 +80,9 @@ std::string TooLargeAdvice(const absl::Status& status) {
 std::string Advice(const absl::Status& status, const std::optional<ServerErrorDetails>& details) {
   if (details.has_value()) {
     std::string advice;
+    if (details->reason == "INVALID_FIELD" && details->field == "model") {
+      advice = "name one of them with --model";
+    }
     for (const ReasonAdvice& known : kReasonAdvice) {
       if (details->reason == known.reason) advice = known.advice;
     }

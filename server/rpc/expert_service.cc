@@ -112,7 +112,7 @@ class ExpertServiceImpl final : public RawForward {
       if (model.model() == name || (name.empty() && options_.models.size() == 1)) found = &model;
       absl::StrAppend(&names, names.empty() ? "" : ", ", model.model());
     }
-    if (found == nullptr) return ModelNotFoundError(name, names);
+    if (found == nullptr) return NoModelOfThatName(name, names);
     *response = *found;
     if (const ServingBackend* backend = options_.state->backend()) {
       for (const auto& [model, fingerprint] : backend->placement_fingerprints) {

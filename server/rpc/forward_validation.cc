@@ -151,11 +151,11 @@ absl::Status CheckFingerprint(const std::string& expected, const ModelSpec& mode
 
 }  // namespace
 
-absl::Status ModelNotFoundError(const std::string& name, const std::string& served) {
+absl::Status NoModelOfThatName(const std::string& name, const std::string& served) {
   // Escapes the name, which may be anything.
   CallErrorDetails details = GetCallErrorDetails(InvalidFieldError("model", name, served)).value();
   if (name.empty()) {
-    return CallError(ErrorReason::kModelNotFound,
+    return CallError(ErrorReason::kInvalidField,
                      absl::StrCat("model is required: several are served: ", served), details);
   }
   return CallError(ErrorReason::kModelNotFound,
@@ -171,7 +171,7 @@ absl::StatusOr<const ModelSpec*> ForwardValidator::FindModel(const std::string& 
   for (const ModelSpec* model : models_) {
     if (model->name == name) return model;
   }
-  return ModelNotFoundError(name, NamesOf(models_));
+  return NoModelOfThatName(name, NamesOf(models_));
 }
 
 absl::StatusOr<ValidForward> ForwardValidator::Validate(DecodedForwardRequest request) const {

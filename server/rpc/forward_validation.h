@@ -39,8 +39,9 @@ struct ValidForward {
   int64_t num_tokens_without_expert = 0;
 };
 
-// NOT_FOUND (MODEL_NOT_FOUND); `served` are the names that there are.
-absl::Status ModelNotFoundError(const std::string& name, const std::string& served);
+// NOT_FOUND (MODEL_NOT_FOUND), or INVALID_ARGUMENT (INVALID_FIELD) without a name; `served` are the
+// names that there are.
+absl::Status NoModelOfThatName(const std::string& name, const std::string& served);
 
 // Every rule on bad input, for a request against the models served. Immutable,
 // thread safe, does not block. `models` and `allocator` outlive it.
@@ -52,7 +53,8 @@ class ForwardValidator {
   const std::vector<const ModelSpec*>& models() const { return models_; }
   const ForwardLimits& limits() const { return limits_; }
 
-  // An empty name is the only model served. NOT_FOUND (MODEL_NOT_FOUND).
+  // An empty name is the only model served; INVALID_ARGUMENT where there are several. NOT_FOUND
+  // (MODEL_NOT_FOUND).
   absl::StatusOr<const ModelSpec*> FindModel(const std::string& name) const;
 
   // Takes over the payload: what is valid goes into the call without a copy (JSON `values` are

@@ -605,9 +605,18 @@ TEST(LifecycleTest, TwoModelsInOneProcess) {
   EXPECT_TRUE(outcome.ok()) << outcome;
   request.clear_model();
   const CallOutcome unnamed = server->Forward(request);
-  EXPECT_EQ(unnamed.reason, "MODEL_NOT_FOUND");
+  EXPECT_EQ(unnamed.code, absl::StatusCode::kInvalidArgument) << unnamed;
+  EXPECT_EQ(unnamed.reason, "INVALID_FIELD");
   EXPECT_EQ(unnamed.field, "model");
   EXPECT_EQ(unnamed.message, "model is required: several are served: a, b");
+  v1::ExplainRequest explain;
+  *explain.mutable_request() = request;
+  for (const absl::Status& status :
+       {server->GetModel("").status(), server->Explain(explain).status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(status.message(), HasSubstr("model is required: several are served: a, b"));
+  }
+  EXPECT_EQ(server->GetModel("c").status().code(), absl::StatusCode::kNotFound);
 }
 
 }  // namespace
