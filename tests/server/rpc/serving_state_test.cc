@@ -54,7 +54,7 @@ TEST(ServingStateTest, ToldBeforeTheDeadlineThatNothingIsThere) {
   Waiting waiting = StartWait(&state, absl::Milliseconds(200), 10);
   Waiting longer = StartWait(&state, absl::Minutes(1), 10);
   EXPECT_EQ(ReasonOf(&waiting), ErrorReason::kNoEpoch);
-  EXPECT_LT(absl::Now() - start, absl::Seconds(10));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(45));
   EXPECT_GE(absl::Now() - start, absl::Milliseconds(150));
   EXPECT_FALSE(IsDone(longer));
 }
