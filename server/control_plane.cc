@@ -224,7 +224,13 @@ v1::GetStatusResponse ControlPlane::Impl::Status() const {
   response.set_ep_size(group->ep_size());
   if (!loaded) response.set_detail("the experts are being loaded");
   if (loaded && group->epoch() == 0) response.set_detail(group->WhyNoEpoch());
-  if (draining) response.set_detail("this server is stopping");
+  if (draining) {
+    response.set_detail(
+        was_asked_to_drain && !stop.HasBeenNotified()
+            ? "as AdminService.Drain asked: calls are refused from then on; nothing "
+              "takes it back, SIGTERM ends this process"
+            : "this server is stopping");
+  }
   FillCallStatus(metrics, &response);
   if (loaded) FillControlStatus(controller->Snapshot(), &response);
   FillRankStatus(loaded, &response);

@@ -1,6 +1,7 @@
 #ifndef EXPERTMESH_SERVER_CONTROL_PLANE_IMPL_H_
 #define EXPERTMESH_SERVER_CONTROL_PLANE_IMPL_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -91,7 +92,8 @@ struct ControlPlane::Impl {
   // Between Start and a Stop that comes while it is loading.
   std::mutex start_mutex;
   bool is_serving = false;
-  bool is_stopping = false;  // readiness does not follow epochs any more
+  bool is_stopping = false;                      // readiness does not follow epochs any more
+  std::atomic<bool> was_asked_to_drain = false;  // by AdminService
   std::unique_ptr<GrpcServer> server;
 };
 

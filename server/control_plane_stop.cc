@@ -63,6 +63,7 @@ absl::StatusOr<v1::DrainResponse> ControlPlane::Impl::Drain(absl::Duration timeo
   }
   if (timeout == absl::ZeroDuration()) timeout = options.drain_timeout;
   LogInfo("draining, as AdminService was asked to", {{"timeout", absl::FormatDuration(timeout)}});
+  was_asked_to_drain = true;
   StopServing();
   v1::DrainResponse response;
   response.set_num_requests_left(EndCalls(timeout));

@@ -15,6 +15,7 @@ namespace {
 
 constexpr size_t kMaxWhyBytes = 512;
 constexpr absl::Duration kRefusalShownFor = absl::Minutes(10);
+constexpr absl::Duration kRivalShownFor = absl::Minutes(1);
 
 // "rank 1", "ranks 0, 2 and 37 more".
 std::string RanksText(absl::Span<const int32_t> ranks) {
@@ -67,9 +68,11 @@ absl::Status Membership::CheckWeightDTypes(const RankOffer& offer) const {
 }
 
 void Membership::NoteRefusal(int32_t ep_rank, const absl::Status& status) {
-  if (ep_rank < 0 || ep_rank >= options_.ep_size || members_[ep_rank].has_value()) return;
-  visitors_[ep_rank].refused_why = ShownText(status.message(), kMaxWhyBytes);
-  visitors_[ep_rank].refused_at = clock_->Now();
+  if (ep_rank < 0 || ep_rank >= options_.ep_size) return;
+  Visitor& visitor = visitors_[ep_rank];
+  const bool is_taken = members_[ep_rank].has_value();
+  (is_taken ? visitor.rival_why : visitor.refused_why) = ShownText(status.message(), kMaxWhyBytes);
+  (is_taken ? visitor.rival_at : visitor.refused_at) = clock_->Now();
 }
 
 absl::StatusOr<uint64_t> Membership::Join(const RankOffer& offer) {
@@ -201,6 +204,7 @@ void Membership::Remove(int32_t ep_rank, const EpochEnd& end) {
   action.member_id = member.id;
   action.epoch = epoch_;
   action.end = end;
+  visitors_[ep_rank].rival_at = absl::InfinitePast();
   visitors_[ep_rank].lost_id = member.id;
   visitors_[ep_rank].has_left = end.kind == EpochEndKind::kRankLeft;
   visitors_[ep_rank].lost_why = std::string(end.reason.message());
@@ -390,6 +394,10 @@ std::vector<MemberView> Membership::View() const {
       view = members_[rank]->view;
       view.state = members_[rank]->state;
       view.heartbeat_age = now - members_[rank]->last_heard;
+      if (now < visitor.rival_at + kRivalShownFor) {
+        view.rival_why = visitor.rival_why;
+        view.rival_age = now - visitor.rival_at;
+      }
     } else if (now < visitor.announced + options_.heartbeat_timeout &&
                visitor.announced > visitor.refused_at) {
       view = visitor.loading;

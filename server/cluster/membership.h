@@ -85,6 +85,10 @@ struct MemberView {
   // doing and none has stood since.
   std::string why;
   absl::Duration why_age;  // kLost, kLeft, kRefused: time since then
+  // Of a member: why another server was refused that wanted its place in the last minute. One that
+  // waits for the place tries twice a second.
+  std::string rival_why;
+  absl::Duration rival_age;
 };
 
 // Who is in the group, and its epochs: pure state, no threads, no I/O. Every function may leave
@@ -112,8 +116,8 @@ class Membership {
   // STALE_INCARNATION, STALE_EPOCH (no member any more; why, where that is known): it must join
   // again.
   absl::Status Heartbeat(uint64_t incarnation, uint64_t member_id, int64_t memory_used_bytes = 0);
-  // For View alone, which shows it for a while unless a member has the place. What Join and
-  // Announce refuse is noted already.
+  // For View alone, which shows it for a while: as the place's state, or beside the member that has
+  // the place. What Join and Announce refuse is noted already.
   void NoteRefusal(int32_t ep_rank, const absl::Status& status);
   // For View alone. True if it is the first one, or the first after a silence. WRONG_EP_SIZE,
   // INVALID_FIELD (ep_rank).
@@ -164,6 +168,8 @@ class Membership {
     absl::Time announced = absl::InfinitePast();
     std::string refused_why;
     absl::Time refused_at = absl::InfinitePast();
+    std::string rival_why;  // of the member that has the place
+    absl::Time rival_at = absl::InfinitePast();
   };
 
   absl::Status CheckInstructionSet(const RankOffer& offer) const;

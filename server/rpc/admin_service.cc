@@ -202,6 +202,11 @@ void FillMemberStatus(absl::Span<const MemberView> members, v1::GetStatusRespons
     } else if (member.state == MemberState::kForming) {
       out->set_detail("forming an epoch");
     }
+    if (!member.rival_why.empty()) {
+      std::string& detail = *out->mutable_detail();
+      absl::StrAppend(&detail, detail.empty() ? "" : "; ", "another server was refused ",
+                      AgeText(member.rival_age), ": ", member.rival_why);
+    }
   }
 }
 

@@ -376,7 +376,11 @@ TEST(LifecycleTest, DrainByRpcLeavesTheProcessForSigterm) {
   EXPECT_TRUE(outcome.ok()) << outcome;
   EXPECT_EQ(server->Forward(SlowRequest(3)).reason, "DRAINING");
   EXPECT_EQ(server->Health(""), "NOT_SERVING");
-  EXPECT_TRUE(server->GetStatus()->draining());
+  const auto status = server->GetStatus();
+  ASSERT_TRUE(status.ok()) << status.status();
+  EXPECT_TRUE(status->draining());
+  EXPECT_THAT(status->detail(), HasSubstr("as AdminService.Drain asked"));
+  EXPECT_THAT(status->detail(), HasSubstr("SIGTERM ends this process"));
   EXPECT_TRUE(server->Drain(absl::ZeroDuration())->complete());
   ASSERT_TRUE(server->process().Terminate().ok());
   const auto exit_code = server->process().Wait(absl::Minutes(1));

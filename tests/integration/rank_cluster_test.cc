@@ -19,6 +19,7 @@
 namespace expertmesh {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 TEST(RankClusterTest, BytesAreThoseOfOneProcess) {
@@ -201,7 +202,8 @@ TEST(RankClusterTest, RefusedRanksSayWhyAndTheGroupIsUnharmed) {
 }
 
 TEST(RankClusterTest, ASecondServerForAPlaceTakesItWhenTheFirstIsGone) {
-  const auto cluster = RankCluster::Start({.checkpoint = kRankCheckpoint, .ep_size = 2});
+  const auto cluster = RankCluster::Start(
+      {.checkpoint = kRankCheckpoint, .ep_size = 2, .control_args = {"--allow_admin"}});
   ASSERT_NE(cluster, nullptr);
   const auto standby =
       cluster->StartExpertServer({absl::StrCat("--checkpoint=", kRankCheckpoint), "--ep_rank=1",
@@ -212,6 +214,11 @@ TEST(RankClusterTest, ASecondServerForAPlaceTakesItWhenTheFirstIsGone) {
                   .WaitForLine("a rank was refused ep_rank=1 .*rank 1 is taken .*times=1$", kPlenty)
                   .ok());
   ASSERT_TRUE(standby->WaitForLine("cannot join yet", kPlenty).ok());
+  const auto status = cluster->control().GetStatus();
+  ASSERT_TRUE(status.ok()) << status.status();
+  EXPECT_EQ(status->ranks(0).detail(), "");
+  EXPECT_THAT(status->ranks(1).detail(), AllOf(HasSubstr("another server was refused "),
+                                               HasSubstr(": rank 1 is taken by 127.0.0.1")));
   ASSERT_TRUE(cluster->rank(1).Kill().ok());
   ASSERT_TRUE(cluster->WaitForEpoch(2));
   EXPECT_TRUE(standby->WaitForLine("in an epoch epoch=[2-9]", kPlenty).ok());

@@ -343,6 +343,32 @@ TEST(MembershipTest, ARefusedRankIsShownUntilItsPlaceIsTakenOrForAWhile) {
   EXPECT_LE(view.why.size(), 1024u);
 }
 
+TEST(MembershipTest, ARivalIsShownBesideTheMemberThatHasThePlace) {
+  Group group(2, 6);
+  Membership& membership = group.membership();
+  const std::vector<uint64_t> ids = group.Stand();
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    EXPECT_EQ(ReasonOf(membership.Join(group.Offer(1, 999)).status()), ErrorReason::kRankTaken);
+    group.clock.Advance(absl::Milliseconds(500));
+    const std::vector<MemberView> views = membership.View();
+    EXPECT_EQ(views[1].state, MemberState::kActive);
+    EXPECT_EQ(views[1].why, "");
+    EXPECT_THAT(views[1].rival_why, HasSubstr("rank 1 is taken by"));
+    EXPECT_EQ(views[1].rival_age, absl::Milliseconds(500));
+    EXPECT_EQ(views[0].rival_why, "");
+  }
+  group.clock.Advance(absl::Minutes(1));
+  EXPECT_EQ(membership.View()[1].rival_why, "");
+
+  // Once the place is free it was lost, not refused; and who takes it has no rival.
+  EXPECT_FALSE(membership.Join(group.Offer(1, 999)).ok());
+  membership.Lose(ids[1], absl::UnavailableError("its stream ended"));
+  EXPECT_EQ(membership.View()[1].state, MemberState::kLost);
+  EXPECT_EQ(membership.View()[1].rival_why, "");
+  EXPECT_TRUE(membership.Join(group.Offer(1, 999)).ok());
+  EXPECT_EQ(membership.View()[1].rival_why, "");
+}
+
 TEST(MembershipTest, AnEpochsEndTellsALeaveAndAStopFromALoss) {
   for (const EpochEndKind kind :
        {EpochEndKind::kLoss, EpochEndKind::kRankLeft, EpochEndKind::kControlPlaneStops}) {
