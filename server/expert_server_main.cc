@@ -18,6 +18,7 @@
 #include "server/expert_server.h"
 #include "server/flag_values.h"
 #include "server/ops/command_line.h"
+#include "server/ops/listen_address.h"
 #include "server/ops/logging.h"
 #include "server/ops/stop_signals.h"
 #include "server/rpc/grpc_server.h"
@@ -100,7 +101,7 @@ absl::StatusOr<ExpertServerOptions> ReadFlags(const std::vector<std::string>& gi
   if (options.control_plane.empty()) {
     return absl::InvalidArgumentError("--control_plane is missing");
   }
-  if (absl::Status status = CheckGrpcTargetFlag("control_plane", options.control_plane);
+  if (absl::Status status = CheckCallAddress("control_plane", options.control_plane);
       !status.ok()) {
     return status;
   }

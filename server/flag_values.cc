@@ -110,19 +110,6 @@ absl::Status CheckGrpcListenFlag(const char* flag, const std::string& value) {
   return absl::StartsWith(value, "unix:") ? absl::OkStatus() : CheckListenAddress(flag, value);
 }
 
-absl::Status CheckGrpcTargetFlag(const char* flag, const std::string& value) {
-  for (const char* scheme : {"dns:", "ipv4:", "ipv6:", "unix:"}) {
-    if (absl::StartsWith(value, scheme)) return absl::OkStatus();
-  }
-  int32_t port = 0;
-  if (CheckListenAddress(flag, value).ok() &&
-      absl::SimpleAtoi(value.substr(value.rfind(':') + 1), &port) && port > 0) {
-    return absl::OkStatus();
-  }
-  return absl::InvalidArgumentError(absl::StrCat(
-      "--", flag, " is '", value, "'; expected host:port or [v6]:port, the port 1 to 65535"));
-}
-
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ParseModelFlags(
     const std::string& checkpoint, const std::string& model_name,
     const std::vector<std::string>& models) {

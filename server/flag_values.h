@@ -43,10 +43,6 @@ absl::Status CheckThreads(int value);
 
 // An address to listen on, or "unix:path", which gRPC takes as well.
 absl::Status CheckGrpcListenFlag(const char* flag, const std::string& value);
-// An address to call, as gRPC takes it: host:port with a port of its own, for gRPC would take some
-// other for one that is missing, or a target with a scheme (dns:, ipv4:, ipv6:, unix:), which is
-// not looked at.
-absl::Status CheckGrpcTargetFlag(const char* flag, const std::string& value);
 // Pairs of name and folder, of --checkpoint and --model_name, and of --model's NAME=DIR.
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ParseModelFlags(
     const std::string& checkpoint, const std::string& model_name,

@@ -70,6 +70,14 @@ absl::Status Run(const std::vector<std::string>& /*given*/) {
   const std::string directory = absl::GetFlag(FLAGS_out);
   if (directory.empty()) return FlagError("--out is missing; it takes a folder to write to");
 
+  if (options.topk < 1 || options.topk > options.num_experts) {
+    return FlagError(absl::StrCat("--experts_per_token is ", options.topk,
+                                  "; it takes 1 to --num_experts, which is ", options.num_experts));
+  }
+  // Of all that can be wrong with a config, these options alone are to blame.
+  if (absl::Status status = SyntheticConfigJson(options).status(); !status.ok()) {
+    return FlagErrorOf(status);
+  }
   if (absl::Status status = CheckDiskSpace(directory, options); !status.ok()) return status;
 
   const bool terminal = isatty(STDERR_FILENO) != 0;

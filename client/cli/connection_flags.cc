@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "client/cli/flag_error.h"
+#include "server/ops/listen_address.h"
 
 ABSL_FLAG(std::string, target, "127.0.0.1:50051",
           "HOST:PORT of the service, or any name that gRPC resolves");
@@ -37,8 +38,9 @@ absl::StatusOr<std::string> ReadPem(const char* flag, const std::string& path) {
 
 // What can be told without reading a file or asking a server.
 absl::Status CheckConnectionFlags() {
-  if (absl::GetFlag(FLAGS_target).empty())
-    return FlagError("--target is empty; it takes HOST:PORT");
+  if (absl::Status status = CheckCallAddress("target", absl::GetFlag(FLAGS_target)); !status.ok()) {
+    return FlagErrorOf(status);
+  }
   if (absl::GetFlag(FLAGS_timeout) <= absl::ZeroDuration()) {
     return FlagError(absl::StrCat("--timeout is ",
                                   absl::FormatDuration(absl::GetFlag(FLAGS_timeout)),

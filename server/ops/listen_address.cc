@@ -42,6 +42,19 @@ absl::Status CheckListenAddress(absl::string_view flag, absl::string_view value)
       "--", flag, " is '", value, "'; expected host:port or [v6]:port, the port 0 to ", kMaxPort));
 }
 
+absl::Status CheckCallAddress(absl::string_view flag, absl::string_view value) {
+  for (const char* scheme : {"dns:", "ipv4:", "ipv6:", "unix:"}) {
+    if (absl::StartsWith(value, scheme)) return absl::OkStatus();
+  }
+  int32_t port = 0;
+  if (CheckListenAddress(flag, value).ok() &&
+      absl::SimpleAtoi(value.substr(value.rfind(':') + 1), &port) && port > 0) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "--", flag, " is '", value, "'; expected host:port or [v6]:port, the port 1 to ", kMaxPort));
+}
+
 bool IsLocalListenAddress(absl::string_view value) {
   if (absl::StartsWith(value, "unix:")) return true;
   absl::string_view host = value.substr(0, value.rfind(':'));

@@ -13,6 +13,11 @@ namespace expertmesh {
 // value and what is expected. Whether the address can be bound is not asked.
 absl::Status CheckListenAddress(absl::string_view flag, absl::string_view value);
 
+// Likewise an address to call, as gRPC takes it: host:port with a port of its own, for gRPC would
+// take some other for one that is missing, or a target with a scheme (dns:, ipv4:, ipv6:, unix:),
+// which is not looked at.
+absl::Status CheckCallAddress(absl::string_view flag, absl::string_view value);
+
 // Whether only this machine reaches a listen address: a loopback one, "localhost" or "unix:path".
 // A name otherwise counts as reached from anywhere.
 bool IsLocalListenAddress(absl::string_view value);

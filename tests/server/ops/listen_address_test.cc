@@ -27,6 +27,18 @@ TEST(ListenAddressTest, AnythingElseNamesFlagValueAndLimit) {
   }
 }
 
+TEST(ListenAddressTest, AddressesToCallHaveAPortOfTheirOwn) {
+  for (const char* value : {"127.0.0.1:1", "host:65535", "[::1]:1", "dns:///host:1", "unix:/x"}) {
+    EXPECT_TRUE(CheckCallAddress("target", value).ok()) << value;
+  }
+  for (const char* value : {"", "host", "127.0.0.1:0", "127.0.0.1:99999", "host:http", ":1"}) {
+    const absl::Status status = CheckCallAddress("target", value);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << value;
+    EXPECT_EQ(status.message(), std::string("--target is '") + value +
+                                    "'; expected host:port or [v6]:port, the port 1 to 65535");
+  }
+}
+
 TEST(ListenAddressTest, WhatOnlyThisMachineReaches) {
   for (const char* value : {"127.0.0.1:0", "127.8.9.1:50051", "localhost:1", "[::1]:1",
                             "[::ffff:127.0.0.1]:1", "unix:/run/x", "unix:x:1"}) {
