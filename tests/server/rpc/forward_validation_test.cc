@@ -239,7 +239,7 @@ TEST_F(ForwardValidationTest, WithSeveralModelsTheNameIsNeeded) {
   v1::ForwardRequest request = GoodRequest(Target(), 4, 2);
   EXPECT_EQ(Validate(request)->call->model, &model_);
   request.clear_model();
-  EXPECT_EQ(Validate(request).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(Validate(request).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
 }  // namespace
