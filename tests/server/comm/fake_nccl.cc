@@ -1,237 +1,33 @@
 #include "tests/server/comm/fake_nccl.h"
 
-#include <condition_variable>
 #include <cstring>
-#include <deque>
 #include <functional>
-#include <map>
-#include <mutex>
-#include <set>
-#include <thread>
+#include <string>
 #include <utility>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "tests/server/comm/fake_nccl_state.h"
+#include "tests/server/comm/fake_nccl_transfers.h"
 
 namespace expertmesh {
 namespace {
 
 using Result = NcclFunctions::Result;
 
-// How often CommGetAsyncError says that a call is in progress before it is over.
-constexpr int kPollsInProgress = 2;
+using Part = FakeNcclTransfers::Part;
 
-enum class PartKind : uint8_t { kPoint, kAllGather, kAllToAll };
-
-struct Part {
-  PartKind kind = PartKind::kPoint;
-  bool is_send = false;
-  const std::byte* from = nullptr;
-  std::byte* to = nullptr;
-  int64_t num_bytes = 0;
-  int32_t peer = 0;
-  bool over = false;
-};
-
-struct FakeComm {
-  int32_t rank = 0;
-  int32_t num_ranks = 1;
-  std::string group;
-  int polls_left = kPollsInProgress;
-  bool initialized = false;
-  bool finalizing = false;
-  bool aborted = false;
-  int num_kernels = 0;            // that run
-  std::function<void()> enqueue;  // when the call in progress is over
-};
-
-struct FakeEvent {
-  int64_t num_recorded = 0;
-  int64_t num_reached = 0;
-};
-
-struct FakeStream {
-  std::deque<std::function<void()>> work;
-  bool running = false;
-  bool stopping = false;
-  std::thread thread;
-};
-
-struct Group {
-  FakeComm* comm = nullptr;
-  NcclFunctions::DeviceStream stream = nullptr;
-  std::vector<Part> parts;
-  int depth = 0;
-};
-thread_local Group open_group;
+thread_local FakeNcclCalls open_group;
 
 }  // namespace
-
-struct FakeNccl::State {
-  using Lock = std::unique_lock<std::mutex>;
-  // Parts that wait for their other half, by group, sender, receiver.
-  using Channel = std::pair<std::string, std::pair<int32_t, int32_t>>;
-  struct Waiting {
-    std::deque<Part*> sends;
-    std::deque<Part*> receives;
-  };
-
-  const LaunchKernel launch_kernel;
-
-  explicit State(LaunchKernel launch) : launch_kernel(std::move(launch)) {}
-
-  mutable std::mutex mutex;
-  std::condition_variable changed;
-  std::map<int32_t, Faults> faults;
-  std::set<FakeComm*> comms;
-  std::set<FakeStream*> streams;
-  std::set<FakeEvent*> events;
-  std::map<std::string, std::set<int32_t>> joined;  // ranks, by group
-  std::map<Channel, Waiting> channels;
-  std::string misuses;
-  int64_t num_ids = 0;
-  int64_t num_aborts = 0;
-  int64_t num_hung_aborts = 0;
-  bool aborts_released = false;
-  bool queries_hang = false;
-  int64_t num_all_to_alls = 0;
-  int64_t num_all_gathers = 0;
-  int64_t num_sends = 0;
-  int64_t num_taken = 0;
-  int64_t num_native_records = 0;
-  bool native_callers = false;
-
-  void Misuse(const std::string& what) { absl::StrAppend(&misuses, what, "; "); }
-
-  // Null, and a misuse, for one that is gone.
-  FakeComm* Find(Comm comm, const char* call) {
-    const auto found = comms.find(static_cast<FakeComm*>(comm));
-    if (found != comms.end() && !(*found)->aborted) return *found;
-    Misuse(absl::StrCat(call, " of a communicator that is gone"));
-    return nullptr;
-  }
-
-  void Push(FakeStream* stream, std::function<void()> work) {
-    stream->work.push_back(std::move(work));
-    changed.notify_all();
-  }
-
-  void FreeAborted() {
-    std::erase_if(comms, [](FakeComm* comm) {
-      const bool is_free = comm->aborted && comm->num_kernels == 0;
-      if (is_free) delete comm;
-      return is_free;
-    });
-  }
-
-  // Copies what has both halves. A pair that does not match stays for ever, and holds up what comes
-  // behind it.
-  void Match(const Channel& channel) {
-    Waiting& waiting = channels[channel];
-    while (!waiting.sends.empty() && !waiting.receives.empty()) {
-      Part& send = *waiting.sends.front();
-      Part& receive = *waiting.receives.front();
-      if (send.num_bytes != receive.num_bytes || send.kind != receive.kind) return;
-      std::memcpy(receive.to, send.from, static_cast<size_t>(send.num_bytes));
-      send.over = receive.over = true;
-      waiting.sends.pop_front();
-      waiting.receives.pop_front();
-    }
-    changed.notify_all();
-  }
-
-  // What a group does on the device, in three steps of its stream.
-  struct Kernel {
-    FakeComm* comm = nullptr;
-    std::vector<Part> parts;
-    bool begun = false;
-  };
-  Channel ChannelOf(const Kernel& kernel, const Part& part) const {
-    const int32_t rank = kernel.comm->rank;
-    return {kernel.comm->group,
-            part.is_send ? std::pair{rank, part.peer} : std::pair{part.peer, rank}};
-  }
-  void Begin(Kernel& kernel) {
-    const Lock lock(mutex);
-    if (kernel.comm->aborted) return;
-    kernel.begun = true;
-    ++kernel.comm->num_kernels;
-    for (Part& part : kernel.parts) {
-      Waiting& waiting = channels[ChannelOf(kernel, part)];
-      (part.is_send ? waiting.sends : waiting.receives).push_back(&part);
-      Match(ChannelOf(kernel, part));
-    }
-  }
-  bool IsOverLocked(const Kernel& kernel) {
-    if (!kernel.begun || kernel.comm->aborted) return true;
-    bool all_over = !faults[kernel.comm->rank].operations_hang;
-    for (const Part& part : kernel.parts) all_over = all_over && part.over;
-    return all_over;
-  }
-  bool IsOver(const Kernel& kernel) {
-    const Lock lock(mutex);
-    return IsOverLocked(kernel);
-  }
-  void WaitUntilOver(const Kernel& kernel) {
-    Lock lock(mutex);
-    changed.wait(lock, [&] { return IsOverLocked(kernel); });
-  }
-  void End(Kernel& kernel) {
-    const Lock lock(mutex);
-    if (!kernel.begun) return;
-    for (const Part& part : kernel.parts) {
-      Waiting& waiting = channels[ChannelOf(kernel, part)];
-      std::erase(waiting.sends, &part);
-      std::erase(waiting.receives, &part);
-    }
-    --kernel.comm->num_kernels;
-    changed.notify_all();
-  }
-
-  Result Enqueue(const Group& group) {
-    Lock lock(mutex);
-    if (group.comm == nullptr) return Result::kSuccess;
-    FakeComm* const comm = group.comm;
-    if (comm->enqueue != nullptr || comm->polls_left > 0) {
-      Misuse("a group on a communicator that is in progress");
-      return Result::kInvalidUsage;
-    }
-    const Faults& fault = faults[comm->rank];
-    if (fault.group_end != Result::kSuccess) return fault.group_end;
-    if (fault.call_hangs) {
-      const bool survives = fault.call_survives_abort;
-      changed.wait(lock, [&] { return aborts_released || (comm->aborted && !survives); });
-      return Result::kInternalError;
-    }
-    comm->polls_left = kPollsInProgress;
-    comm->enqueue = [this, group] {
-      const auto kernel = std::make_shared<Kernel>(Kernel{group.comm, group.parts});
-      if (launch_kernel != nullptr) {
-        launch_kernel(
-            group.stream, [this, kernel] { Begin(*kernel); },
-            [this, kernel] { return IsOver(*kernel); }, [this, kernel] { End(*kernel); });
-        return;
-      }
-      const Lock pushing(mutex);
-      Push(static_cast<FakeStream*>(group.stream), [this, kernel] {
-        Begin(*kernel);
-        WaitUntilOver(*kernel);
-        End(*kernel);
-      });
-    };
-    return Result::kInProgress;
-  }
-};
 
 FakeNccl::FakeNccl(bool has_all_to_all, LaunchKernel launch_kernel)
     : has_all_to_all_(has_all_to_all), state_(std::make_unique<State>(std::move(launch_kernel))) {}
 
 FakeNccl::~FakeNccl() {
   ReleaseAborts();
-  // What was left behind in a hung abort.
-  for (FakeStream* stream : std::set<FakeStream*>(state_->streams)) StreamDestroy(stream);
+  // What was left behind in a hung abort: streams first, for their kernels know communicators.
+  state_->device.DestroyStreams();
   for (FakeComm* comm : state_->comms) delete comm;
-  for (FakeEvent* event : state_->events) delete event;
 }
 
 void FakeNccl::SetFaults(int32_t rank, const Faults& faults) {
@@ -260,38 +56,14 @@ int64_t FakeNccl::num_live_comms() const {
   const State::Lock lock(state_->mutex);
   return static_cast<int64_t>(state_->comms.size());
 }
-int64_t FakeNccl::num_live_streams() const {
-  const State::Lock lock(state_->mutex);
-  return static_cast<int64_t>(state_->streams.size());
-}
-int64_t FakeNccl::num_live_events() const {
-  const State::Lock lock(state_->mutex);
-  return static_cast<int64_t>(state_->events.size());
-}
-int64_t FakeNccl::num_aborts() const {
-  const State::Lock lock(state_->mutex);
-  return state_->num_aborts;
-}
-int64_t FakeNccl::num_all_to_alls() const {
-  const State::Lock lock(state_->mutex);
-  return state_->num_all_to_alls;
-}
-int64_t FakeNccl::num_all_gathers() const {
-  const State::Lock lock(state_->mutex);
-  return state_->num_all_gathers;
-}
-int64_t FakeNccl::num_sends() const {
-  const State::Lock lock(state_->mutex);
-  return state_->num_sends;
-}
-int64_t FakeNccl::num_taken() const {
-  const State::Lock lock(state_->mutex);
-  return state_->num_taken;
-}
-int64_t FakeNccl::num_native_records() const {
-  const State::Lock lock(state_->mutex);
-  return state_->num_native_records;
-}
+int64_t FakeNccl::num_live_streams() const { return state_->device.num_live_streams(); }
+int64_t FakeNccl::num_live_events() const { return state_->device.num_live_events(); }
+int64_t FakeNccl::num_aborts() const { return state_->Read(&State::num_aborts); }
+int64_t FakeNccl::num_all_to_alls() const { return state_->Read(&State::num_all_to_alls); }
+int64_t FakeNccl::num_all_gathers() const { return state_->Read(&State::num_all_gathers); }
+int64_t FakeNccl::num_sends() const { return state_->Read(&State::num_sends); }
+int64_t FakeNccl::num_taken() const { return state_->Read(&State::num_taken); }
+int64_t FakeNccl::num_native_records() const { return state_->device.num_records_on_host(); }
 void FakeNccl::TreatCallersAsDeviceStreams() {
   const State::Lock lock(state_->mutex);
   state_->native_callers = true;
@@ -413,7 +185,7 @@ Result FakeNccl::GroupStart() {
 
 Result FakeNccl::GroupEnd() {
   if (--open_group.depth > 0) return Result::kSuccess;
-  return state_->Enqueue(std::exchange(open_group, Group()));
+  return state_->Enqueue(std::exchange(open_group, FakeNcclCalls()));
 }
 
 Result FakeNccl::Send(const void* data, int64_t num_bytes, int32_t peer, Comm comm,
@@ -426,8 +198,7 @@ Result FakeNccl::Send(const void* data, int64_t num_bytes, int32_t peer, Comm co
   ++state_->num_sends;
   open_group.comm = found;
   open_group.stream = stream;
-  open_group.parts.push_back({PartKind::kPoint, true, static_cast<const std::byte*>(data), nullptr,
-                              num_bytes, peer, false});
+  open_group.parts.push_back(Part::Send(FakeNcclTransfers::Kind::kPoint, data, num_bytes, peer));
   return Result::kSuccess;
 }
 
@@ -438,34 +209,28 @@ Result FakeNccl::Recv(void* data, int64_t num_bytes, int32_t peer, Comm comm, De
   if (open_group.depth == 0) state_->Misuse("Recv outside a group");
   open_group.comm = found;
   open_group.stream = stream;
-  open_group.parts.push_back(
-      {PartKind::kPoint, false, nullptr, static_cast<std::byte*>(data), num_bytes, peer, false});
+  open_group.parts.push_back(Part::Receive(FakeNcclTransfers::Kind::kPoint, data, num_bytes, peer));
   return Result::kSuccess;
 }
 
 Result FakeNccl::AllGather(const void* send, void* receive, int64_t num_bytes, Comm comm,
                            DeviceStream stream) {
-  Group group;
+  FakeNcclCalls group;
   {
     const State::Lock lock(state_->mutex);
     group.comm = state_->Find(comm, "AllGather");
     if (group.comm == nullptr) return Result::kInvalidArgument;
     ++state_->num_all_gathers;
     group.stream = stream;
-    for (int32_t peer = 0; peer < group.comm->num_ranks; ++peer) {
-      group.parts.push_back({PartKind::kAllGather, true, static_cast<const std::byte*>(send),
-                             nullptr, num_bytes, peer, false});
-      group.parts.push_back({PartKind::kAllGather, false, nullptr,
-                             static_cast<std::byte*>(receive) + peer * num_bytes, num_bytes, peer,
-                             false});
-    }
+    group.AddForAllPeers(FakeNcclTransfers::Kind::kAllGather, send, /*send_stride=*/0, receive,
+                         num_bytes);
   }
   return state_->Enqueue(group);
 }
 
 Result FakeNccl::AllToAll(const void* send, void* receive, int64_t num_bytes, Comm comm,
                           DeviceStream stream) {
-  Group group;
+  FakeNcclCalls group;
   {
     const State::Lock lock(state_->mutex);
     group.comm = state_->Find(comm, "AllToAll");
@@ -473,14 +238,7 @@ Result FakeNccl::AllToAll(const void* send, void* receive, int64_t num_bytes, Co
     ++state_->num_all_to_alls;
     if (!has_all_to_all_) state_->Misuse("AllToAll of a library without it");
     group.stream = stream;
-    for (int32_t peer = 0; peer < group.comm->num_ranks; ++peer) {
-      group.parts.push_back({PartKind::kAllToAll, true,
-                             static_cast<const std::byte*>(send) + peer * num_bytes, nullptr,
-                             num_bytes, peer, false});
-      group.parts.push_back({PartKind::kAllToAll, false, nullptr,
-                             static_cast<std::byte*>(receive) + peer * num_bytes, num_bytes, peer,
-                             false});
-    }
+    group.AddForAllPeers(FakeNcclTransfers::Kind::kAllToAll, send, num_bytes, receive, num_bytes);
   }
   return state_->Enqueue(group);
 }
@@ -491,40 +249,13 @@ absl::Status FakeNccl::SetDevice(int32_t device_index) {
 }
 
 absl::Status FakeNccl::StreamCreate(DeviceStream* stream) {
-  auto* const made = new FakeStream;
-  made->thread = std::thread([state = state_.get(), made] {
-    State::Lock lock(state->mutex);
-    while (true) {
-      state->changed.wait(lock, [made] { return made->stopping || !made->work.empty(); });
-      if (made->work.empty()) return;
-      const std::function<void()> work = std::move(made->work.front());
-      made->work.pop_front();
-      made->running = true;
-      lock.unlock();
-      work();
-      lock.lock();
-      made->running = false;
-      state->changed.notify_all();
-    }
-  });
-  const State::Lock lock(state_->mutex);
-  state_->streams.insert(made);
-  *stream = made;
+  *stream = state_->device.CreateStream();
   return absl::OkStatus();
 }
 
 void FakeNccl::StreamDestroy(DeviceStream stream) {
-  auto* const found = static_cast<FakeStream*>(stream);
-  {
-    const State::Lock lock(state_->mutex);
-    found->stopping = true;
-    state_->changed.notify_all();
-  }
-  found->thread.join();
-  const State::Lock lock(state_->mutex);
-  state_->streams.erase(found);
-  delete found;
-  state_->FreeAborted();
+  state_->device.DestroyStream(stream);
+  FreeAborted();
 }
 
 void FakeNccl::FreeAborted() {
@@ -533,55 +264,31 @@ void FakeNccl::FreeAborted() {
 }
 
 absl::Status FakeNccl::StreamSynchronize(DeviceStream stream) {
-  auto* const found = static_cast<FakeStream*>(stream);
-  State::Lock lock(state_->mutex);
-  state_->changed.wait(lock, [found] { return found->work.empty() && !found->running; });
+  state_->device.Synchronize(stream);
   return absl::OkStatus();
 }
 
 absl::Status FakeNccl::StreamWaitEvent(DeviceStream stream, DeviceEvent event) {
-  const State::Lock lock(state_->mutex);
-  auto* const found = static_cast<FakeEvent*>(event);
-  state_->Push(static_cast<FakeStream*>(stream), [state = state_.get(), found,
-                                                  number = found->num_recorded] {
-    State::Lock waiting(state->mutex);
-    state->changed.wait(waiting, [found, number] { return found->num_reached >= number; });
-  });
+  state_->device.WaitFor(stream, event);
   return absl::OkStatus();
 }
 
 absl::Status FakeNccl::EventCreate(DeviceEvent* event) {
-  const State::Lock lock(state_->mutex);
-  auto* const made = new FakeEvent;
-  state_->events.insert(made);
-  *event = made;
+  *event = state_->device.CreateEvent();
   return absl::OkStatus();
 }
 
-void FakeNccl::EventDestroy(DeviceEvent event) {
-  const State::Lock lock(state_->mutex);
-  auto* const found = static_cast<FakeEvent*>(event);
-  state_->events.erase(found);
-  delete found;
-}
+void FakeNccl::EventDestroy(DeviceEvent event) { state_->device.DestroyEvent(event); }
 
 absl::Status FakeNccl::EventRecord(DeviceEvent event, DeviceStream stream) {
-  const State::Lock lock(state_->mutex);
-  auto* const found = static_cast<FakeEvent*>(event);
-  const int64_t number = ++found->num_recorded;
-  state_->Push(static_cast<FakeStream*>(stream), [state = state_.get(), found, number] {
-    const State::Lock reached(state->mutex);
-    found->num_reached = number;
-    state->changed.notify_all();
-  });
+  state_->device.Record(event, stream);
   return absl::OkStatus();
 }
 
 absl::StatusOr<bool> FakeNccl::EventQuery(DeviceEvent event) {
   State::Lock lock(state_->mutex);
   state_->changed.wait(lock, [this] { return !state_->queries_hang || state_->num_aborts > 0; });
-  const auto* const found = static_cast<const FakeEvent*>(event);
-  return found->num_reached == found->num_recorded;
+  return state_->device.IsReached(event);
 }
 
 bool FakeNccl::IsDeviceStream(const Stream& /*stream*/) const {
@@ -591,20 +298,7 @@ bool FakeNccl::IsDeviceStream(const Stream& /*stream*/) const {
 
 absl::Status FakeNccl::RecordOnCaller(Stream& stream, DeviceEvent event, const Event& recorded,
                                       std::shared_ptr<const void> event_owner) {
-  return stream.Enqueue([state = state_.get(), found = static_cast<FakeEvent*>(event),
-                         recorded = recorded, owner = std::move(event_owner)]() mutable {
-    int64_t number;
-    {
-      const State::Lock lock(state->mutex);
-      ++state->num_native_records;
-      number = ++found->num_recorded;
-    }
-    recorded.Signal();
-    const State::Lock lock(state->mutex);
-    found->num_reached = number;
-    state->changed.notify_all();
-    return absl::OkStatus();
-  });
+  return state_->device.RecordOnHost(stream, event, recorded, std::move(event_owner));
 }
 
 }  // namespace expertmesh
