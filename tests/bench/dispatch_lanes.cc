@@ -13,14 +13,13 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
-#include "server/comm/in_memory_rendezvous_store.h"
-#include "server/comm/tcp_communicator.h"
+#include "server/comm/communicator.h"
 #include "server/control/step_controller.h"
 #include "server/model/synthetic_weight_source.h"
 #include "tests/bench/bench_figures.h"
 #include "tests/bench/delayed_communicator.h"
 #include "tests/server/cluster/thread_cluster.h"
+#include "tests/server/comm/tcp_group.h"
 
 namespace expertmesh {
 namespace {
@@ -116,28 +115,6 @@ class Calls {
   std::vector<std::byte> hidden_;
 };
 
-std::vector<std::unique_ptr<Communicator>> TcpCommunicators(int32_t ep_size) {
-  InMemoryRendezvousStore store;
-  std::vector<std::unique_ptr<Communicator>> communicators(ep_size);
-  std::vector<std::thread> threads;
-  for (int32_t rank = 0; rank < ep_size; ++rank) {
-    threads.emplace_back([&, rank] {
-      TcpCommunicatorParams params;
-      params.mesh.ep_rank = rank;
-      params.mesh.ep_size = ep_size;
-      params.mesh.incarnation = 1;
-      params.mesh.epoch = 1;
-      params.mesh.bind_address = "127.0.0.1";
-      params.mesh.store = &store;
-      auto communicator = NewTcpCommunicator(params);
-      Require(communicator.status());
-      communicators[rank] = *std::move(communicator);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  return communicators;
-}
-
 std::unique_ptr<ThreadCluster> StartCluster(const WeightSource& source,
                                             const ThreadCluster::Options& options) {
   auto cluster = ThreadCluster::Start(source, options);
@@ -154,7 +131,7 @@ int64_t MeasureBytesOverFormula(int32_t ep_size) {
   std::vector<const Communicator*> communicators;
   ThreadCluster::Options options;
   options.ep_size = ep_size;
-  options.communicate = TcpCommunicators;
+  options.communicate = [](int32_t num_ranks) { return NewTcpGroup(num_ranks); };
   options.wrap = [&](std::unique_ptr<Communicator> real) {
     communicators.push_back(real.get());
     return real;
@@ -196,7 +173,7 @@ void BenchLanes() {
   Calls calls(source->model(), shape, 512);
   ThreadCluster::Options options;
   options.ep_size = 2;
-  options.communicate = TcpCommunicators;
+  options.communicate = [](int32_t num_ranks) { return NewTcpGroup(num_ranks); };
   {
     const auto cluster = StartCluster(*source, options);
     calls.Run(cluster->group(), 2, 4);

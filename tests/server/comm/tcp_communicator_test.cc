@@ -15,55 +15,14 @@
 #include "gtest/gtest.h"
 #include "server/comm/in_memory_rendezvous_store.h"
 #include "tests/conformance/communicator_conformance.h"
+#include "tests/server/comm/tcp_group.h"
 
 namespace expertmesh {
 namespace {
 
-TcpCommunicatorParams Params(int32_t ep_rank, int32_t ep_size, RendezvousStore* store) {
-  TcpCommunicatorParams params;
-  params.mesh.ep_rank = ep_rank;
-  params.mesh.ep_size = ep_size;
-  params.mesh.incarnation = 5;
-  params.mesh.epoch = 6;
-  params.mesh.bind_address = "127.0.0.1";
-  params.mesh.store = store;
-  params.mesh.deadline = absl::Now() + absl::Seconds(60);
-  params.operation_timeout = absl::Seconds(60);
-  return params;
-}
-
-std::vector<absl::StatusOr<std::unique_ptr<Communicator>>> Connect(
-    const std::vector<TcpCommunicatorParams>& params) {
-  std::vector<absl::StatusOr<std::unique_ptr<Communicator>>> results(params.size());
-  std::vector<std::thread> threads;
-  for (size_t i = 0; i < params.size(); ++i) {
-    threads.emplace_back([&, i] { results[i] = NewTcpCommunicator(params[i]); });
-  }
-  for (std::thread& thread : threads) thread.join();
-  return results;
-}
-
-std::vector<std::unique_ptr<Communicator>> NewGroup(
-    int32_t ep_size, absl::Duration operation_timeout = absl::Seconds(60)) {
-  InMemoryRendezvousStore store;
-  std::vector<TcpCommunicatorParams> params;
-  for (int32_t rank = 0; rank < ep_size; ++rank) {
-    params.push_back(Params(rank, ep_size, &store));
-    params.back().operation_timeout = operation_timeout;
-  }
-  std::vector<std::unique_ptr<Communicator>> communicators;
-  for (auto& result : Connect(params)) {
-    EXPECT_TRUE(result.ok()) << result.status();
-    communicators.push_back(*std::move(result));
-  }
-  return communicators;
-}
-
-// Not kOneThread: an operation ends when its peers' bytes have come, not when the last rank posts,
-// so one thread would have to know whose inline stream to run next.
 INSTANTIATE_TEST_SUITE_P(Tcp, CommunicatorConformance,
                          ::testing::ValuesIn(CommunicatorConformanceParams(
-                             "tcp", [](int32_t ep_size) { return NewGroup(ep_size); },
+                             "tcp", [](int32_t ep_size) { return NewTcpGroup(ep_size); },
                              {CommunicatorDrive::kThreadPerRank,
                               CommunicatorDrive::kThreadedStreams})),
                          [](const auto& test) { return test.param.name; });
@@ -77,11 +36,11 @@ std::ptrdiff_t NumEntries(const char* directory) {
 }
 
 TEST(TcpCommunicatorTest, LeavesNoDescriptorAndNoThread) {
-  NewGroup(3);
+  NewTcpGroup(3);
   const std::ptrdiff_t num_descriptors = NumEntries("/proc/self/fd");
   const std::ptrdiff_t num_threads = NumEntries("/proc/self/task");
   for (int cycle = 0; cycle < 100; ++cycle) {
-    auto communicators = NewGroup(3);
+    auto communicators = NewTcpGroup(3);
     std::vector<std::unique_ptr<Stream>> streams;
     CollectiveTag tag;
     tag.step = cycle;
@@ -101,7 +60,7 @@ TEST(TcpCommunicatorTest, LeavesNoDescriptorAndNoThread) {
 // A rank that has finished may go at once: the others finish too.
 TEST(TcpCommunicatorTest, LeavingRightAfterAnOperation) {
   for (int round = 0; round < 30; ++round) {
-    auto communicators = NewGroup(3);
+    auto communicators = NewTcpGroup(3);
     const std::vector<std::byte> send(3 * 30000, std::byte{7});
     const std::vector<int64_t> bytes(3, 30000);
     std::vector<absl::Status> statuses(3);
@@ -127,7 +86,7 @@ TEST(TcpCommunicatorTest, LeavingRightAfterAnOperation) {
 
 // The deadline is the communicator's own; the rank that never came learns it too.
 TEST(TcpCommunicatorTest, OperationTimeout) {
-  auto communicators = NewGroup(3, absl::Milliseconds(50));
+  auto communicators = NewTcpGroup(3, absl::Milliseconds(50));
   const auto stream = NewInlineHostStream();
   CollectiveTag tag;
   tag.step = 17;
@@ -148,7 +107,7 @@ TEST(TcpCommunicatorTest, OperationTimeout) {
 // Two lanes: an operation that was posted first is first on every rank, whichever stream gets to it
 // first.
 TEST(TcpCommunicatorTest, OrderOfPostingHoldsAcrossStreams) {
-  auto communicators = NewGroup(2);
+  auto communicators = NewTcpGroup(2);
   std::vector<std::unique_ptr<Stream>> first, second;
   Event gate;
   for (int rank = 0; rank < 2; ++rank) {
@@ -175,23 +134,24 @@ TEST(TcpCommunicatorTest, OrderOfPostingHoldsAcrossStreams) {
 TEST(TcpCommunicatorTest, AddressesThatCannotBe) {
   InMemoryRendezvousStore store;
   for (const char* address : {"0.0.0.0", "::", "localhost", "", "127.0.0.1:80"}) {
-    TcpCommunicatorParams params = Params(0, 2, &store);
+    TcpCommunicatorParams params = LoopbackTcpParams(0, 2, &store);
     params.mesh.bind_address = address;
     EXPECT_EQ(NewTcpCommunicator(params).status().code(), absl::StatusCode::kInvalidArgument)
         << address;
   }
-  TcpCommunicatorParams params = Params(0, 2, &store);
+  TcpCommunicatorParams params = LoopbackTcpParams(0, 2, &store);
   params.mesh.bind_address = "192.0.2.1";  // for documentation: no machine has it
   EXPECT_EQ(NewTcpCommunicator(params).status().code(), absl::StatusCode::kUnavailable);
 }
 
 TEST(TcpCommunicatorTest, OthersConnectToTheAdvertisedAddress) {
   InMemoryRendezvousStore store;
-  std::vector<TcpCommunicatorParams> params = {Params(0, 2, &store), Params(1, 2, &store)};
+  std::vector<TcpCommunicatorParams> params = {LoopbackTcpParams(0, 2, &store),
+                                               LoopbackTcpParams(1, 2, &store)};
   // Everything in 127.0.0.0/8 is this machine, and nobody listens there.
   params[0].mesh.advertise_address = "127.0.0.9";
   params[0].mesh.deadline = absl::Now() + absl::Seconds(1);
-  const auto results = Connect(params);
+  const auto results = ConnectTcp(params);
   EXPECT_EQ(results[1].status().code(), absl::StatusCode::kUnavailable) << results[1].status();
   EXPECT_THAT(std::string(results[1].status().message()),
               ::testing::HasSubstr("rank 0 at 127.0.0.9:"));
@@ -200,17 +160,18 @@ TEST(TcpCommunicatorTest, OthersConnectToTheAdvertisedAddress) {
   EXPECT_EQ(NewTcpCommunicator(params[0]).status().code(), absl::StatusCode::kInvalidArgument);
 
   InMemoryRendezvousStore another;
-  params = {Params(0, 2, &another), Params(1, 2, &another)};
+  params = {LoopbackTcpParams(0, 2, &another), LoopbackTcpParams(1, 2, &another)};
   params[0].mesh.bind_address = "127.0.0.9";
   params[0].mesh.advertise_address = "127.0.0.9";
-  for (const auto& result : Connect(params)) EXPECT_TRUE(result.ok()) << result.status();
+  for (const auto& result : ConnectTcp(params)) EXPECT_TRUE(result.ok()) << result.status();
 }
 
 TEST(TcpCommunicatorTest, Ipv6) {
   InMemoryRendezvousStore store;
-  std::vector<TcpCommunicatorParams> params{Params(0, 2, &store), Params(1, 2, &store)};
+  std::vector<TcpCommunicatorParams> params{LoopbackTcpParams(0, 2, &store),
+                                            LoopbackTcpParams(1, 2, &store)};
   for (auto& one : params) one.mesh.bind_address = "::1";
-  auto results = Connect(params);
+  auto results = ConnectTcp(params);
   if (!results[0].ok() && results[0].status().code() == absl::StatusCode::kUnavailable &&
       absl::StrContains(results[0].status().message(), "listen")) {
     GTEST_SKIP() << "no IPv6 here: " << results[0].status();
@@ -220,7 +181,7 @@ TEST(TcpCommunicatorTest, Ipv6) {
 
 TEST(TcpCommunicatorTest, ARankThatDoesNotComeIsNamed) {
   InMemoryRendezvousStore store;
-  TcpCommunicatorParams params = Params(0, 2, &store);
+  TcpCommunicatorParams params = LoopbackTcpParams(0, 2, &store);
   params.mesh.deadline = absl::Now() + absl::Milliseconds(20);
   const absl::Status status = NewTcpCommunicator(params).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
@@ -229,7 +190,8 @@ TEST(TcpCommunicatorTest, ARankThatDoesNotComeIsNamed) {
 
 TEST(TcpCommunicatorTest, TwoRanksWithOneNumber) {
   InMemoryRendezvousStore store;
-  auto results = Connect({Params(0, 2, &store), Params(1, 2, &store), Params(1, 2, &store)});
+  auto results = ConnectTcp({LoopbackTcpParams(0, 2, &store), LoopbackTcpParams(1, 2, &store),
+                             LoopbackTcpParams(1, 2, &store)});
   EXPECT_TRUE(results[0].ok()) << results[0].status();
   const int winner = results[1].ok() ? 1 : 2;
   EXPECT_TRUE(results[winner].ok()) << results[winner].status();
@@ -243,7 +205,7 @@ TEST(TcpCommunicatorTest, GivenUpWhileAPeerDoesNotConnect) {
       store.Set(RendezvousKey(5, 6, "rank/1"), "127.0.0.1 1 00112233445566778899aabbccddeeff")
           .ok());
   std::atomic<bool> cancelled{false};
-  TcpCommunicatorParams params = Params(0, 2, &store);
+  TcpCommunicatorParams params = LoopbackTcpParams(0, 2, &store);
   params.mesh.deadline = absl::InfiniteFuture();
   params.mesh.cancelled = &cancelled;
   absl::Status status;
@@ -257,7 +219,8 @@ TEST(TcpCommunicatorTest, GivenUpWhileAPeerDoesNotConnect) {
 TEST(TcpCommunicatorTest, AnEpochThatIsGivenUp) {
   InMemoryRendezvousStore store;
   absl::Status status;
-  std::thread thread([&] { status = NewTcpCommunicator(Params(0, 2, &store)).status(); });
+  std::thread thread(
+      [&] { status = NewTcpCommunicator(LoopbackTcpParams(0, 2, &store)).status(); });
   ASSERT_TRUE(store.Get(RendezvousKey(5, 6, "rank/0"), absl::Now() + absl::Seconds(60)).ok());
   Event removed;
   std::thread remover([&] {

@@ -20,24 +20,12 @@
 #include "server/comm/socket_address.h"
 #include "server/comm/tcp_communicator.h"
 #include "server/comm/unique_fd.h"
+#include "tests/server/comm/tcp_group.h"
 
 namespace expertmesh {
 namespace {
 
 absl::Time Soon() { return absl::Now() + absl::Seconds(60); }
-
-TcpCommunicatorParams Params(int32_t ep_rank, int32_t ep_size, RendezvousStore* store) {
-  TcpCommunicatorParams params;
-  params.mesh.ep_rank = ep_rank;
-  params.mesh.ep_size = ep_size;
-  params.mesh.incarnation = 5;
-  params.mesh.epoch = 6;
-  params.mesh.bind_address = "127.0.0.1";
-  params.mesh.store = store;
-  params.mesh.deadline = Soon();
-  params.operation_timeout = absl::Seconds(60);
-  return params;
-}
 
 UniqueFd ConnectTo(uint16_t port) {
   absl::StatusOr<SocketAddress> address = SocketAddress::Parse("127.0.0.1", port);
@@ -76,7 +64,7 @@ std::string Hello(uint64_t incarnation, uint64_t epoch, int32_t from_rank, int32
 TEST(TcpStrangersTest, AreRefusedAndTheGroupForms) {
   InMemoryRendezvousStore store;
   absl::StatusOr<std::unique_ptr<Communicator>> first, second;
-  std::thread rank0([&] { first = NewTcpCommunicator(Params(0, 2, &store)); });
+  std::thread rank0([&] { first = NewTcpCommunicator(LoopbackTcpParams(0, 2, &store)); });
   const absl::StatusOr<std::string> value = store.Get(RendezvousKey(5, 6, "rank/0"), Soon());
   ASSERT_TRUE(value.ok());
   int port = 0;
@@ -107,7 +95,7 @@ TEST(TcpStrangersTest, AreRefusedAndTheGroupForms) {
   SendAll(short_hello.get(), Hello(5, 6, 1, 0, 0, 2, no_secret).substr(0, 20));
   short_hello.reset();
 
-  std::thread rank1([&] { second = NewTcpCommunicator(Params(1, 2, &store)); });
+  std::thread rank1([&] { second = NewTcpCommunicator(LoopbackTcpParams(1, 2, &store)); });
   rank0.join();
   rank1.join();
   ASSERT_TRUE(first.ok()) << first.status();
@@ -136,7 +124,7 @@ TEST(TcpStrangersTest, AnImpostorBehindARanksAddress) {
                                     " ", std::string(32, 'a')))
                   .ok());
   absl::Status status;
-  std::thread rank1([&] { status = NewTcpCommunicator(Params(1, 2, &store)).status(); });
+  std::thread rank1([&] { status = NewTcpCommunicator(LoopbackTcpParams(1, 2, &store)).status(); });
   UniqueFd accepted(accept(listener.get(), nullptr, nullptr));
   SendAll(accepted.get(), std::string(24, 'y'));
   rank1.join();
@@ -156,7 +144,7 @@ TEST(TcpStrangersTest, ARankWhoseListenerIsGone) {
                   .Set(RendezvousKey(5, 6, "rank/0"),
                        absl::StrCat("127.0.0.1 ", port, " ", std::string(32, 'a')))
                   .ok());
-  const absl::Status status = NewTcpCommunicator(Params(1, 2, &store)).status();
+  const absl::Status status = NewTcpCommunicator(LoopbackTcpParams(1, 2, &store)).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
 }
 
@@ -249,7 +237,7 @@ std::vector<absl::Status> ExchangeBehind(FlippingProxy& proxy, int64_t num_bytes
   std::vector<std::thread> threads;
   for (int32_t rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
-      auto communicator = NewTcpCommunicator(Params(rank, 2, &proxy));
+      auto communicator = NewTcpCommunicator(LoopbackTcpParams(rank, 2, &proxy));
       if (!communicator.ok()) {
         statuses[rank] = communicator.status();
         return;

@@ -10,18 +10,15 @@
 #include <random>
 #include <set>
 #include <string>
-#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "server/comm/in_memory_rendezvous_store.h"
-#include "server/comm/tcp_communicator.h"
 #include "server/planning/monolithic_plan.h"
 #include "server/routing/router.h"
+#include "tests/server/comm/tcp_group.h"
 #include "tests/server/dispatch/dispatch_ranks.h"
 #include "tests/server/planning/random_routing.h"
 
@@ -35,28 +32,6 @@ constexpr int32_t kExperts = 12;
 constexpr int64_t kRowBytes = kHidden * 4;      // float32
 constexpr int64_t kPartialBytes = kHidden * 2;  // float16
 constexpr int64_t kLogitsBytes = kExperts * 4;  // float32
-
-std::vector<std::unique_ptr<Communicator>> TcpGroup(int32_t ep_size) {
-  InMemoryRendezvousStore store;
-  std::vector<std::unique_ptr<Communicator>> communicators(ep_size);
-  std::vector<std::thread> threads;
-  for (int32_t rank = 0; rank < ep_size; ++rank) {
-    threads.emplace_back([&, rank] {
-      TcpCommunicatorParams params;
-      params.mesh.ep_rank = rank;
-      params.mesh.ep_size = ep_size;
-      params.mesh.incarnation = 5;
-      params.mesh.epoch = 6;
-      params.mesh.bind_address = "127.0.0.1";
-      params.mesh.store = &store;
-      params.mesh.deadline = absl::Now() + absl::Seconds(60);
-      params.operation_timeout = absl::Seconds(60);
-      communicators[rank] = *NewTcpCommunicator(params);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  return communicators;
-}
 
 // Of all TCP connections of this process, as the kernel counts them.
 int64_t BytesReceivedOverTcp() {
@@ -213,7 +188,7 @@ TEST_P(BytesOnTheWireTest, TcpAddsNextToNothing) {
     SCOPED_TRACE(std::to_string(ep_size) + " ranks");
     const Case c(static_cast<uint64_t>(ep_size), ep_size, strategy_);
     const StepPlan plan = c.Plan(strategy_, combine_, kTokens);
-    DispatchRanks ranks(plan, c.placement, kHidden, c.hidden, TcpGroup(ep_size));
+    DispatchRanks ranks(plan, c.placement, kHidden, c.hidden, NewTcpGroup(ep_size));
     ranks.set_router(c.router.get());
     const int64_t received_before = BytesReceivedOverTcp();
     const std::vector<float> outputs = ranks.Run();
