@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "tests/integration/process_usage.h"
+#include "tests/integration/rank_books.h"
 #include "tests/integration/rank_cluster.h"
 #include "tests/integration/server_under_test.h"
 #include "tests/integration/sparse_checkpoint.h"
@@ -26,9 +27,6 @@ namespace {
 using ::testing::HasSubstr;
 
 constexpr char kCheckpoint[] = "tests/golden/qwen3_moe_bfloat16";
-constexpr int32_t kLayer = 1;
-constexpr int32_t kNumExperts = 12;
-constexpr int64_t kHiddenSize = 48;
 constexpr absl::Duration kPlenty = absl::Seconds(60);
 
 std::string PerRank(const std::string& what, int32_t rank) {
@@ -44,79 +42,6 @@ std::string Wait(int32_t destination, int32_t source) {
   return absl::StrCat("expertmesh_rank_wait_seconds_total{destination=\"", destination,
                       "\",source=\"", source, "\"}");
 }
-
-// Every token's ids are distinct or -1.
-v1::ForwardRequest RandomRequest(std::mt19937_64& random, int64_t num_tokens, int32_t topk) {
-  v1::ForwardRequest request;
-  request.set_layer(kLayer);
-  v1::Tensor* hidden = request.mutable_hidden_states();
-  hidden->set_dtype(v1::DATA_TYPE_BFLOAT16);
-  hidden->add_shape(num_tokens);
-  hidden->add_shape(kHiddenSize);
-  hidden->mutable_data()->resize(2 * num_tokens * kHiddenSize, 1);
-  request.mutable_topk()->set_topk(topk);
-  std::vector<int32_t> ids(kNumExperts);
-  for (int32_t i = 0; i < kNumExperts; ++i) ids[i] = i;
-  for (int64_t token = 0; token < num_tokens; ++token) {
-    std::shuffle(ids.begin(), ids.end(), random);
-    for (int32_t k = 0; k < topk; ++k) {
-      request.mutable_topk()->add_ids(random() % 4 == 0 ? -1 : ids[k]);
-      request.mutable_topk()->add_weights(0.5f);
-    }
-  }
-  request.mutable_options()->set_combine_dtype(v1::DATA_TYPE_FLOAT32);
-  return request;
-}
-
-// What a request is to cost, counted here from its ids alone.
-struct Books {
-  explicit Books(int32_t num_ranks)
-      : ep_size(num_ranks), bytes(num_ranks, std::vector<int64_t>(num_ranks)), rows(num_ranks) {}
-
-  void Add(const v1::ForwardRequest& request) {
-    const int64_t num_tokens = request.hidden_states().shape(0);
-    const int32_t topk = request.topk().topk();
-    const v1::DispatchMode mode = request.options().dispatch();
-    for (int64_t token = 0; token < num_tokens; ++token) {
-      std::map<int32_t, int32_t> experts_by_owner;
-      for (int32_t k = 0; k < topk; ++k) {
-        const int32_t id = request.topk().ids(static_cast<int>(token * topk + k));
-        if (id < 0) continue;
-        ++tokens[id];
-        ++experts_by_owner[id * ep_size / kNumExperts];
-      }
-      for (const auto& [owner, num_experts] : experts_by_owner) rows[owner] += num_experts;
-      if (mode == v1::DISPATCH_MODE_DIRECT || experts_by_owner.empty()) continue;
-      const int32_t source = SourceOf(token, num_tokens);
-      for (int32_t rank = 0; rank < ep_size; ++rank) {
-        if (rank == source) continue;
-        const auto owned = experts_by_owner.find(rank);
-        const bool is_owner = owned != experts_by_owner.end();
-        if (is_owner || mode == v1::DISPATCH_MODE_ALLGATHER_REDUCESCATTER) {
-          bytes[source][rank] += kHiddenSize * 2;
-        }
-        if (!is_owner) continue;
-        const bool is_summed = request.options().combine() != v1::COMBINE_PER_EXPERT;
-        bytes[rank][source] += kHiddenSize * 4 * (is_summed ? 1 : owned->second);
-      }
-    }
-  }
-
-  // Shards are as equal as possible, the first ones larger.
-  int32_t SourceOf(int64_t token, int64_t num_tokens) const {
-    int64_t end = 0;
-    for (int32_t rank = 0; rank < ep_size; ++rank) {
-      end += num_tokens / ep_size + (rank < num_tokens % ep_size ? 1 : 0);
-      if (token < end) return rank;
-    }
-    return -1;
-  }
-
-  const int32_t ep_size;
-  std::vector<std::vector<int64_t>> bytes;  // [source][destination]
-  std::vector<int64_t> rows;
-  std::map<int32_t, int64_t> tokens;  // by expert
-};
 
 // Of 12 experts each rank holds as many, so that owners are known without asking.
 TEST(RankStatusTest, MetricsAreTheCountedWorkOfEveryRank) {
@@ -138,7 +63,7 @@ TEST(RankStatusTest, MetricsAreTheCountedWorkOfEveryRank) {
                                         "\",ranks=\"3\",version=\"", running->version(), "\"}")),
             1);
   EXPECT_EQ(control.Metric(SentBytes(0, 1)), 0);
-  Books books(kNumRanks);
+  RankBooks books(kNumRanks);
   int num_steps = 0;
   constexpr v1::DispatchMode kModes[] = {v1::DISPATCH_MODE_ALL_TO_ALL,
                                          v1::DISPATCH_MODE_ALLGATHER_REDUCESCATTER,
@@ -146,7 +71,7 @@ TEST(RankStatusTest, MetricsAreTheCountedWorkOfEveryRank) {
   for (const v1::DispatchMode mode : kModes) {
     for (const v1::Combine combine : {v1::COMBINE_PER_OWNER, v1::COMBINE_PER_EXPERT}) {
       for (const int64_t num_tokens : {1, 2, 9, 40}) {
-        v1::ForwardRequest request = RandomRequest(random, num_tokens, 4);
+        v1::ForwardRequest request = RankBooks::RandomRequest(random, num_tokens, 4);
         request.mutable_options()->set_dispatch(mode);
         request.mutable_options()->set_combine(combine);
         const CallOutcome outcome = control.Forward(request);
@@ -184,7 +109,7 @@ TEST(RankStatusTest, MetricsAreTheCountedWorkOfEveryRank) {
     EXPECT_EQ(shown.state(), v1::RANK_STATE_ACTIVE);
     EXPECT_EQ(static_cast<int64_t>(shown.num_expert_rows()), books.rows[rank]);
     EXPECT_EQ(static_cast<int>(shown.num_steps()), num_steps);
-    EXPECT_EQ(shown.num_experts(), 2 * kNumExperts / kNumRanks) << "two layers";
+    EXPECT_EQ(shown.num_experts(), 2 * RankBooks::kNumExperts / kNumRanks) << "two layers";
     EXPECT_GT(shown.memory_used_bytes(), shown.weight_bytes());
     EXPECT_GT(shown.memory_limit_bytes(), shown.memory_used_bytes());
     EXPECT_FALSE(shown.instruction_set().empty());
@@ -203,8 +128,8 @@ TEST(RankStatusTest, MetricsAreTheCountedWorkOfEveryRank) {
   int64_t rest = 0;
   for (size_t i = 0; i < experts.size(); ++i) {
     const std::string series =
-        absl::StrCat("expertmesh_expert_tokens{model=\"qwen3_moe_bfloat16\",layer=\"", kLayer,
-                     "\",expert=\"", experts[i].second, "\"}");
+        absl::StrCat("expertmesh_expert_tokens{model=\"qwen3_moe_bfloat16\",layer=\"",
+                     RankBooks::kLayer, "\",expert=\"", experts[i].second, "\"}");
     if (i < 5) {
       EXPECT_EQ(control.Metric(series), -experts[i].first);
     } else {
@@ -226,7 +151,7 @@ TEST(RankStatusTest, AReplayedStepIsCountedOnceAndAgain) {
                           .control_args = {"--allow_admin", "--heartbeat_timeout=60s"}});
   ASSERT_NE(cluster, nullptr);
   ServerUnderTest& control = cluster->control();
-  const v1::ForwardRequest request = RandomRequest(random, 20, 3);
+  const v1::ForwardRequest request = RankBooks::RandomRequest(random, 20, 3);
   ASSERT_TRUE(control.Forward(request).ok());
   ASSERT_TRUE(cluster->rank(1).Signal(SIGSTOP).ok());
   ASSERT_TRUE(WaitUntilStopped(cluster->rank(1).pid()));
@@ -335,7 +260,7 @@ TEST(RankStatusTest, WhyAllRanksFormNoEpochIsToldUntilOneStands) {
   EXPECT_THAT(why(), HasSubstr("127.0.0.99"));
   EXPECT_THAT(control.GetStatus()->ranks(1).detail(), HasSubstr("could not form epoch "));
   std::mt19937_64 random(1);
-  const v1::ForwardRequest request = RandomRequest(random, 3, 2);
+  const v1::ForwardRequest request = RankBooks::RandomRequest(random, 3, 2);
   CallOutcome refused;
   // On a busy machine the deadline itself comes before an answer just before it.
   for (absl::Duration timeout = absl::Seconds(1); timeout < kPlenty && refused.reason.empty();
@@ -364,7 +289,7 @@ TEST(RankStatusTest, OneInstructionSetPerGroup) {
   ASSERT_NE(cluster, nullptr);
   ServerUnderTest& control = cluster->control();
   std::mt19937_64 random(1);
-  const v1::ForwardRequest request = RandomRequest(random, 3, 2);
+  const v1::ForwardRequest request = RankBooks::RandomRequest(random, 3, 2);
   CallOutcome outcome = control.Forward(request);
   ASSERT_TRUE(outcome.ok()) << outcome;
   EXPECT_EQ(outcome.response.served_by().instruction_set(), "portable");
