@@ -90,15 +90,11 @@ absl::Status NcclExchange::Start(OperationPlace place, std::shared_ptr<NcclOpera
   }
   {
     const Lock lock(mutex_);
-    if (place < next_) {
-      // Another step has had it: no peer will come.
-      const absl::Status status =
-          absl::DataLossError(absl::StrCat("rank ", ep_rank(), " calls ", operation->ToString(),
-                                           " at place ", place.order, ", which is past"));
-      teardown_.Break(status, status);
-    }
     if (absl::Status broken = teardown_.broken(); !broken.ok()) return broken;
-    called_.emplace(place, operation);
+    if (absl::Status added = called_.Add(place, operation, ep_rank()); !added.ok()) {
+      teardown_.Break(added, added);
+      return teardown_.broken();
+    }
     changed_.notify_all();
   }
   absl::Status status = operation->reached == nullptr
@@ -112,19 +108,8 @@ absl::Status NcclExchange::Start(OperationPlace place, std::shared_ptr<NcclOpera
 
 void NcclExchange::CloseOrder(int64_t order, int64_t num_operations) {
   const Lock lock(mutex_);
-  if (order < next_.order) return;
-  closed_orders_.emplace(order, num_operations);
-  PassClosedOrders();
+  called_.Close(order, num_operations);
   changed_.notify_all();
-}
-
-void NcclExchange::PassClosedOrders() {
-  auto closed = closed_orders_.begin();
-  while (closed != closed_orders_.end() && closed->first == next_.order &&
-         closed->second <= next_.index) {
-    next_ = {next_.order + 1, 0};
-    closed = closed_orders_.erase(closed);
-  }
 }
 
 void NcclExchange::Run() {
@@ -155,24 +140,21 @@ void NcclExchange::Run() {
   }
 }
 
+// Whether its headers can go: a barrier's when the caller's stream has reached it.
+bool NcclExchange::IsReadyToAgree(const NcclOperation* called) {
+  return called != nullptr &&
+         (called->kind != NcclOperation::Kind::kBarrier || called->ready.done());
+}
+
 bool NcclExchange::CanMove() const {
-  const auto called = called_.find(next_);
-  if (called != called_.end() &&
-      (called->second->kind != NcclOperation::Kind::kBarrier || called->second->ready.done())) {
-    return true;
-  }
+  if (IsReadyToAgree(called_.Next())) return true;
   return !agreeing_.empty() && agreeing_.front()->agreed.done() &&
          (!agreeing_.front()->checked || agreeing_.front()->ready.done());
 }
 
 bool NcclExchange::SendHeaders(Lock& lock) {
-  const auto called = called_.find(next_);
-  if (called == called_.end()) return false;
-  const std::shared_ptr<NcclOperation> operation = called->second;
-  if (operation->kind == NcclOperation::Kind::kBarrier && !operation->ready.done()) return false;
-  called_.erase(called);
-  ++next_.index;
-  PassClosedOrders();
+  if (!IsReadyToAgree(called_.Next())) return false;
+  const std::shared_ptr<NcclOperation> operation = called_.TakeNext();
   agreeing_.push_back(operation);
   lock.unlock();
   operation->WriteHeader(ep_size());
@@ -370,7 +352,7 @@ void NcclExchange::FailPending(const absl::Status& broken) {
   {
     const Lock lock(mutex_);
     // They stay, for what they hold is named to `control`.
-    for (const auto& [place, operation] : called_) pending.push_back(operation->done);
+    pending = called_.DoneEvents();
     for (const auto& operation : agreeing_) pending.push_back(operation->done);
     for (const auto& operation : issued_) pending.push_back(operation->done);
   }

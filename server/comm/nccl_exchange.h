@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -19,6 +18,7 @@
 #include "server/comm/nccl_functions.h"
 #include "server/comm/nccl_operation.h"
 #include "server/comm/nccl_teardown.h"
+#include "server/comm/operation_order.h"
 #include "server/comm/operation_places.h"
 
 namespace expertmesh {
@@ -81,7 +81,7 @@ class NcclExchange : public std::enable_shared_from_this<NcclExchange> {
   bool IssueFirst(Lock& lock);
   bool FinishFirst(Lock& lock);
 
-  void PassClosedOrders();
+  static bool IsReadyToAgree(const NcclOperation* called);
   bool CanMove() const;
   absl::Status Issue(NcclOperation& operation);
   absl::Status GiveToNccl(NcclOperation& operation);
@@ -103,11 +103,9 @@ class NcclExchange : public std::enable_shared_from_this<NcclExchange> {
   mutable std::mutex mutex_;  // guards what follows; taken before teardown_'s
   std::condition_variable changed_;
   bool stopping_ = false;
-  std::map<OperationPlace, std::shared_ptr<NcclOperation>> called_;
-  std::map<int64_t, int64_t> closed_orders_;  // how many operations each has, from next_ on
-  OperationPlace next_;                       // of the operation that sends its headers next
-  Operations agreeing_;                       // by place; headers are sent
-  Operations issued_;                         // by place; NCCL has them
+  OperationOrder<NcclOperation> called_;  // that have not sent their headers
+  Operations agreeing_;                   // by place; headers are sent
+  Operations issued_;                     // by place; NCCL has them
 
   std::unique_ptr<Stream> control_stream_;
   NcclTeardown teardown_;

@@ -1,23 +1,18 @@
 #include "server/comm/tcp_exchange.h"
 
-#include <errno.h>
-#include <string.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 
 #include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
 #include "server/ops/rank_text.h"
 #include "server/ops/start_thread.h"
 
 namespace expertmesh {
 namespace {
-
-constexpr uint64_t kWakeKey = std::numeric_limits<uint64_t>::max();
 
 // A rank that gives up says so before it closes its connections, but on another connection than the
 // one that broke: this long for the words to arrive.
@@ -50,27 +45,12 @@ TcpExchange::TcpExchange(int32_t ep_rank, std::vector<TcpPeerSockets> peers,
 }
 
 absl::Status TcpExchange::WatchSockets() {
-  absl::Status status;
-  const auto check = [&status](const char* call, int result) {
-    if (result >= 0 || !status.ok()) return;
-    status = absl::ResourceExhaustedError(absl::StrCat(call, ": ", strerror(errno)));
-  };
-  epoll_.reset(epoll_create1(EPOLL_CLOEXEC));
-  check("epoll_create1", epoll_.get());
-  wake_.reset(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
-  check("eventfd", wake_.get());
-  const auto watch = [this, &check](int fd, uint32_t events, uint64_t key) {
-    epoll_event event = {};
-    event.events = events | EPOLLET;
-    event.data.u64 = key;
-    check("epoll_ctl", epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event));
-  };
-  watch(wake_.get(), EPOLLIN, kWakeKey);
-  for (int32_t rank = 0; rank < ep_size(); ++rank) {
+  absl::Status status = watch_.Open();
+  for (int32_t rank = 0; rank < ep_size() && status.ok(); ++rank) {
     if (rank == ep_rank_) continue;
     const auto key = static_cast<uint64_t>(rank) * 2;
-    watch(links_[rank].data.fd(), EPOLLIN | EPOLLOUT | EPOLLRDHUP, key);
-    watch(links_[rank].notices.fd(), EPOLLIN | EPOLLRDHUP, key + 1);
+    status = watch_.Add(links_[rank].data.fd(), EPOLLIN | EPOLLOUT | EPOLLRDHUP, key);
+    status.Update(watch_.Add(links_[rank].notices.fd(), EPOLLIN | EPOLLRDHUP, key + 1));
   }
   return status;
 }
@@ -83,13 +63,8 @@ absl::Status TcpExchange::broken() const {
 absl::Status TcpExchange::Start(OperationPlace place, std::shared_ptr<TcpOperation> operation) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (!broken_.ok()) return broken_;
-  if (place < next_) {
-    // Another step has had it: no peer will come.
-    BreakLocked(
-        absl::DataLossError(absl::StrCat("rank ", ep_rank_, " calls ", operation->ToString(),
-                                         " at place ", place.order, ", which is past")));
-  } else {
-    started_.emplace(place, std::move(operation));
+  if (absl::Status added = started_.Add(place, std::move(operation), ep_rank_); !added.ok()) {
+    BreakLocked(added);
   }
   Proceed();
   const absl::Status status = broken_;
@@ -101,9 +76,8 @@ absl::Status TcpExchange::Start(OperationPlace place, std::shared_ptr<TcpOperati
 
 void TcpExchange::CloseOrder(int64_t order, int64_t num_operations) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (!broken_.ok() || order < next_.order) return;
-  closed_orders_.emplace(order, num_operations);
-  PassClosedOrders();
+  if (!broken_.ok()) return;
+  started_.Close(order, num_operations);
   Proceed();
   Signals signals = std::exchange(signals_, {});
   lock.unlock();
@@ -115,7 +89,7 @@ void TcpExchange::Proceed() {
   BeginNext();
   Advance();
   if (current_ != nullptr) WakeBy(deadline_);
-  if (CanMove()) Wake();
+  if (CanMove()) watch_.Wake();
 }
 
 void TcpExchange::Break(const absl::Status& status) {
@@ -132,7 +106,7 @@ void TcpExchange::Stop() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
-    if (thread_.joinable()) Wake();
+    if (thread_.joinable()) watch_.Wake();
   }
   if (thread_.joinable()) thread_.join();
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -140,12 +114,10 @@ void TcpExchange::Stop() {
     link.data.Close();
     link.notices.Close();
   }
-  epoll_.reset();
-  wake_.reset();
+  watch_.Close();
 }
 
 void TcpExchange::Run() {
-  std::vector<epoll_event> events(64);
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_) {
     // Without an operation, an alarm that is set already stays, so that the next operation, whose
@@ -162,11 +134,10 @@ void TcpExchange::Run() {
     // Break waits for the mutex, so Advance let go of it: only look, do not sleep.
     if (CanMove()) timeout_millis = 0;
     lock.unlock();
-    const int num_events =
-        epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), timeout_millis);
+    const absl::Span<const epoll_event> events = watch_.Wait(timeout_millis);
     lock.lock();
     wake_at_ = Time::min();  // awake
-    for (int i = 0; i < num_events; ++i) HandleSocket(events[i].data.u64, events[i].events);
+    for (const epoll_event& event : events) HandleSocket(event.data.u64, event.events);
     Advance();
     CheckTime();
     if (!signals_.empty()) {
@@ -178,16 +149,10 @@ void TcpExchange::Run() {
   }
 }
 
-void TcpExchange::Wake() {
-  const uint64_t one = 1;
-  // Fails only when it is set to its limit, and then the thread will wake too.
-  [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof(one));
-}
-
 void TcpExchange::WakeBy(Time time) {
   if (time >= wake_at_) return;
   wake_at_ = time;
-  if (thread_.joinable()) Wake();
+  if (thread_.joinable()) watch_.Wake();
 }
 
 TcpExchange::Time TcpExchange::NextDeadline() const {
@@ -198,7 +163,7 @@ TcpExchange::Time TcpExchange::NextDeadline() const {
 // True if Advance has something to do without waiting for a socket.
 bool TcpExchange::CanMove() const {
   if (!broken_.ok()) return false;
-  if (current_ == nullptr) return started_.count(next_) > 0;
+  if (current_ == nullptr) return started_.Next() != nullptr;
   return std::any_of(links_.begin(), links_.end(), [](const Link& link) {
     return !link.failed &&
            ((!link.data.sent() && link.writable) || (!link.data.received() && link.readable));
@@ -206,11 +171,6 @@ bool TcpExchange::CanMove() const {
 }
 
 void TcpExchange::HandleSocket(uint64_t key, uint32_t events) {
-  if (key == kWakeKey) {
-    uint64_t count;
-    [[maybe_unused]] const ssize_t bytes = read(wake_.get(), &count, sizeof(count));
-    return;
-  }
   const auto rank = static_cast<int32_t>(key / 2);
   Link& link = links_[rank];
   if (key % 2 == 1) {
@@ -249,23 +209,10 @@ void TcpExchange::Lose(const absl::Status& status, std::chrono::nanoseconds pati
   WakeBy(loss_deadline_);
 }
 
-void TcpExchange::PassClosedOrders() {
-  auto closed = closed_orders_.find(next_.order);
-  while (closed != closed_orders_.end() && closed->second <= next_.index) {
-    closed_orders_.erase(closed);
-    next_ = {next_.order + 1, 0};
-    closed = closed_orders_.find(next_.order);
-  }
-}
-
 // Makes the next operation, if it has been started, the current one.
 void TcpExchange::BeginNext() {
-  const auto next = started_.find(next_);
-  if (next == started_.end()) return;
-  current_ = std::move(next->second);
-  started_.erase(next);
-  ++next_.index;
-  PassClosedOrders();
+  current_ = started_.TakeNext();
+  if (current_ == nullptr) return;
   const TcpOperation& operation = *current_;
   begun_ = std::chrono::steady_clock::now();
   deadline_ = begun_ + operation_timeout_;
@@ -403,7 +350,7 @@ void TcpExchange::BreakLocked(const absl::Status& status) {
   broken_ = status;
   for (const Link& link : links_) link.notices.Say(status);
   if (current_ != nullptr) signals_.emplace_back(std::exchange(current_, nullptr)->done, status);
-  for (const auto& [place, operation] : started_) signals_.emplace_back(operation->done, status);
+  for (Event& done : started_.DoneEvents()) signals_.emplace_back(std::move(done), status);
   started_.clear();
 }
 

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -16,12 +15,13 @@
 #include "absl/time/time.h"
 #include "kernels/base/stream.h"
 #include "server/comm/comm_traffic.h"
+#include "server/comm/operation_order.h"
 #include "server/comm/operation_places.h"
+#include "server/comm/socket_watch.h"
 #include "server/comm/tcp_link.h"
 #include "server/comm/tcp_notices.h"
 #include "server/comm/tcp_operation.h"
 #include "server/comm/tcp_peer_sockets.h"
-#include "server/comm/unique_fd.h"
 
 namespace expertmesh {
 
@@ -71,16 +71,14 @@ class TcpExchange {
     bool checked = false;  // the current operation's message arrived whole and right
   };
 
-  // All but Run, Stop and WatchSockets hold the mutex.
+  // All but Run and WatchSockets hold the mutex.
   void Run();
   absl::Status WatchSockets();
-  void Wake();
   void WakeBy(Time time);
   void HandleSocket(uint64_t key, uint32_t events);
   void ReadNotice(int32_t rank);
   void PeerLeft(Link& link, const absl::Status& status);
   void Lose(const absl::Status& status, std::chrono::nanoseconds patience);
-  void PassClosedOrders();
   void BeginNext();
   // Moves on, on the caller's thread, if the next operation can begin.
   void Proceed();
@@ -101,10 +99,8 @@ class TcpExchange {
 
   mutable std::mutex mutex_;  // guards what follows
   absl::Status broken_;
-  std::vector<Link> links_;  // [ep_size]; the own rank's is unused
-  std::map<OperationPlace, std::shared_ptr<TcpOperation>> started_;
-  std::map<int64_t, int64_t> closed_orders_;  // how many operations each has, from next_ on
-  OperationPlace next_;  // of the operation after current_; its order is not spent
+  std::vector<Link> links_;               // [ep_size]; the own rank's is unused
+  OperationOrder<TcpOperation> started_;  // after current_
   std::shared_ptr<TcpOperation> current_;
   uint64_t imbalance_ = 0;       // sum of the headers that have come, and the own one
   Time begun_ = Time::min();     // current_
@@ -116,8 +112,7 @@ class TcpExchange {
   bool stopping_ = false;
   Signals signals_;  // to be sent when the mutex is free
 
-  UniqueFd epoll_;
-  UniqueFd wake_;
+  SocketWatch watch_;  // only the thread waits
   std::thread thread_;
 };
 
