@@ -6,32 +6,6 @@
 #include "absl/strings/str_cat.h"
 
 namespace expertmesh {
-namespace {
-
-const char* KindName(InProcessExchange::Kind kind) {
-  switch (kind) {
-    case InProcessExchange::Kind::kAllToAllV:
-      return "AllToAllV";
-    case InProcessExchange::Kind::kAllGatherV:
-      return "AllGatherV";
-    case InProcessExchange::Kind::kBarrier:
-      return "Barrier";
-  }
-  return "invalid";
-}
-
-std::string Describe(const InProcessExchange::Call& call) {
-  return absl::StrCat(KindName(call.kind), " of incarnation ", call.tag.incarnation, " epoch ",
-                      call.tag.epoch, " step ", call.tag.step, " operation ", call.tag.operation);
-}
-
-std::vector<int64_t> PrefixSums(absl::Span<const int64_t> counts) {
-  std::vector<int64_t> offsets(counts.size());
-  for (size_t i = 1; i < counts.size(); ++i) offsets[i] = offsets[i - 1] + counts[i - 1];
-  return offsets;
-}
-
-}  // namespace
 
 InProcessExchange::InProcessExchange(int32_t ep_size, CopyBytes copy_bytes)
     : ep_size_(ep_size), copy_bytes_(std::move(copy_bytes)) {
@@ -45,57 +19,40 @@ absl::Status InProcessExchange::broken() const {
   return broken_;
 }
 
-int64_t InProcessExchange::SendBytes(const Participant& from, int32_t from_rank,
-                                     int32_t to_rank) const {
-  switch (from.call.kind) {
-    case Kind::kAllToAllV:
-      return from.call.send_bytes[to_rank];
-    case Kind::kAllGatherV:
-      return from.call.receive_bytes[from_rank];
-    case Kind::kBarrier:
-      break;
+absl::Status InProcessExchange::CheckPair(const CollectiveCall& a, const CollectiveCall& b) {
+  if (a.kind != b.kind || !(a.tag == b.tag)) {
+    return absl::DataLossError(absl::StrCat("rank ", a.ep_rank, " is at ", a.ToString(), ", rank ",
+                                            b.ep_rank, " at ", b.ToString()));
   }
-  return 0;
-}
-
-int64_t InProcessExchange::ReceiveBytes(const Participant& to, int32_t from_rank) const {
-  return to.call.kind == Kind::kBarrier ? 0 : to.call.receive_bytes[from_rank];
-}
-
-absl::Status InProcessExchange::CheckPair(const Participant& a, int32_t a_rank,
-                                          const Participant& b, int32_t b_rank) const {
-  if (a.call.kind != b.call.kind || !(a.call.tag == b.call.tag)) {
-    return absl::DataLossError(absl::StrCat("rank ", a_rank, " is at ", Describe(a.call), ", rank ",
-                                            b_rank, " at ", Describe(b.call)));
-  }
-  const auto check_way = [&](const Participant& from, int32_t from_rank, const Participant& to,
-                             int32_t to_rank) {
-    const int64_t sent = SendBytes(from, from_rank, to_rank);
-    const int64_t expected = ReceiveBytes(to, from_rank);
+  const auto check_way = [](const CollectiveCall& from, const CollectiveCall& to) {
+    const int64_t sent = from.send_bytes[to.ep_rank];
+    const int64_t expected = to.receive_bytes[from.ep_rank];
     if (sent == expected) return absl::OkStatus();
-    return absl::DataLossError(absl::StrCat("rank ", from_rank, " sends ", sent, " bytes to rank ",
-                                            to_rank, ", which expects ", expected, ", in ",
-                                            Describe(from.call)));
+    return absl::DataLossError(absl::StrCat("rank ", from.ep_rank, " sends ", sent,
+                                            " bytes to rank ", to.ep_rank, ", which expects ",
+                                            expected, ", in ", from.ToString()));
   };
-  absl::Status status = check_way(a, a_rank, b, b_rank);
-  status.Update(check_way(b, b_rank, a, a_rank));
+  absl::Status status = check_way(a, b);
+  status.Update(check_way(b, a));
   return status;
 }
 
-absl::Status InProcessExchange::CopyBlock(const Participant& from, int32_t from_rank,
-                                          const Participant& to, int32_t to_rank) const {
-  const int64_t size_bytes = SendBytes(from, from_rank, to_rank);
+absl::Status InProcessExchange::CopyBlock(const Participant& from, const Participant& to) const {
+  const int32_t from_rank = from.call.ep_rank;
+  const int32_t to_rank = to.call.ep_rank;
+  const int64_t size_bytes = from.call.send_bytes[to_rank];
   if (size_bytes == 0) return absl::OkStatus();
-  const int64_t send_offset = from.call.kind == Kind::kAllToAllV ? from.send_offsets[to_rank] : 0;
-  std::byte* const receive = to.call.receive + to.recv_offsets[from_rank];
-  if (copy_bytes_) return copy_bytes_(receive, from.call.send + send_offset, size_bytes);
-  std::memcpy(receive, from.call.send + send_offset, static_cast<size_t>(size_bytes));
+  const std::byte* const send = from.call.send + from.send_offsets[to_rank];
+  std::byte* const receive = to.call.receive + to.receive_offsets[from_rank];
+  if (copy_bytes_) return copy_bytes_(receive, send, size_bytes);
+  std::memcpy(receive, send, static_cast<size_t>(size_bytes));
   return absl::OkStatus();
 }
 
-absl::Status InProcessExchange::Arrive(int32_t ep_rank, OperationPlace place, const Call& call) {
-  std::vector<int64_t> send_offsets = PrefixSums(call.send_bytes);
-  std::vector<int64_t> recv_offsets = PrefixSums(call.receive_bytes);
+absl::Status InProcessExchange::Arrive(OperationPlace place, const CollectiveCall& call) {
+  const int32_t ep_rank = call.ep_rank;
+  std::vector<int64_t> send_offsets = call.SendOffsets();
+  std::vector<int64_t> receive_offsets = call.ReceiveOffsets();
   std::vector<Event> finished;
   std::vector<int32_t> peers;
   Operation* operation = nullptr;
@@ -111,11 +68,11 @@ absl::Status InProcessExchange::Arrive(int32_t ep_rank, OperationPlace place, co
     self.arrived_at = std::chrono::steady_clock::now();
     self.num_missing = ep_size_;
     self.send_offsets = std::move(send_offsets);
-    self.recv_offsets = std::move(recv_offsets);
+    self.receive_offsets = std::move(receive_offsets);
     for (int32_t peer = 0; peer < ep_size_ && mismatch.ok(); ++peer) {
       const Participant& other = operation->participants[peer];
       if (!other.arrived) continue;
-      mismatch = CheckPair(self, ep_rank, other, peer);
+      mismatch = CheckPair(self.call, other.call);
       peers.push_back(peer);
     }
     if (mismatch.ok()) {
@@ -136,8 +93,8 @@ absl::Status InProcessExchange::Arrive(int32_t ep_rank, OperationPlace place, co
   absl::Status copied;
   for (const int32_t peer : peers) {
     const Participant& other = operation->participants[peer];
-    if (copied.ok()) copied = CopyBlock(self, ep_rank, other, peer);
-    if (copied.ok() && peer != ep_rank) copied = CopyBlock(other, peer, self, ep_rank);
+    if (copied.ok()) copied = CopyBlock(self, other);
+    if (copied.ok() && peer != ep_rank) copied = CopyBlock(other, self);
   }
 
   // Who stood there already has waited for this rank until now.

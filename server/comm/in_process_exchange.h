@@ -11,10 +11,9 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/types/span.h"
 #include "kernels/base/stream.h"
+#include "server/comm/collective_call.h"
 #include "server/comm/comm_traffic.h"
-#include "server/comm/communicator.h"
 #include "server/comm/operation_places.h"
 
 namespace expertmesh {
@@ -23,20 +22,6 @@ namespace expertmesh {
 // Thread safe.
 class InProcessExchange {
  public:
-  enum class Kind : uint8_t { kAllToAllV, kAllGatherV, kBarrier };
-
-  // One rank's part of an operation. kAllGatherV: send_bytes is empty, the rank sends
-  // receive_bytes[its rank] to everyone. kBarrier: both are empty.
-  struct Call {
-    Kind kind = Kind::kBarrier;
-    CollectiveTag tag;
-    const std::byte* send = nullptr;
-    std::byte* receive = nullptr;
-    absl::Span<const int64_t> send_bytes;
-    absl::Span<const int64_t> receive_bytes;
-    Event done;  // signalled when the rank's buffers are no longer needed
-  };
-
   // Null: the ranks' memory is the host's.
   using CopyBytes =
       std::function<absl::Status(std::byte* to, const std::byte* from, int64_t size_bytes)>;
@@ -47,9 +32,9 @@ class InProcessExchange {
   absl::Status broken() const;
   CommTraffic& traffic(int32_t ep_rank) { return *traffic_[ep_rank]; }
 
-  // Rank `ep_rank` reaches the operation at `place`. Copies what can be copied now. The first error
-  // if the exchange is broken; then nothing was touched.
-  absl::Status Arrive(int32_t ep_rank, OperationPlace place, const Call& call);
+  // The call's rank reaches the operation at `place`. Copies what can be copied now. The first
+  // error if the exchange is broken; then nothing was touched.
+  absl::Status Arrive(OperationPlace place, const CollectiveCall& call);
 
   // Breaks the exchange, if it is whole, with `status`. Does not wait for copies that are running.
   void Break(const absl::Status& status);
@@ -60,23 +45,19 @@ class InProcessExchange {
   struct Participant {
     bool arrived = false;
     bool signalled = false;
-    Call call;
+    CollectiveCall call;
     std::chrono::steady_clock::time_point arrived_at;
-    int64_t num_missing = 0;            // exchanges, the one with itself included
-    std::vector<int64_t> send_offsets;  // [ep_size]; kAllToAllV
-    std::vector<int64_t> recv_offsets;  // [ep_size]; but for kBarrier
+    int64_t num_missing = 0;  // exchanges, the one with itself included
+    std::vector<int64_t> send_offsets;
+    std::vector<int64_t> receive_offsets;
   };
   struct Operation {
     std::vector<Participant> participants;  // [ep_size]
     int32_t num_done = 0;
   };
 
-  int64_t SendBytes(const Participant& from, int32_t from_rank, int32_t to_rank) const;
-  int64_t ReceiveBytes(const Participant& to, int32_t from_rank) const;
-  absl::Status CheckPair(const Participant& a, int32_t a_rank, const Participant& b,
-                         int32_t b_rank) const;
-  absl::Status CopyBlock(const Participant& from, int32_t from_rank, const Participant& to,
-                         int32_t to_rank) const;
+  static absl::Status CheckPair(const CollectiveCall& a, const CollectiveCall& b);
+  absl::Status CopyBlock(const Participant& from, const Participant& to) const;
   // Needs mutex_. Events of all ranks that still wait, once the exchange is broken and no copy is
   // running.
   void TakeBrokenEvents(std::vector<Event>* events);

@@ -1,7 +1,6 @@
 #include "server/comm/nccl_communicator.h"
 
 #include <algorithm>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -10,11 +9,9 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/base/steady_now.h"
-#include "server/comm/check_counts.h"
 #include "server/comm/nccl_exchange.h"
 #include "server/comm/nccl_operation.h"
-#include "server/comm/operation_places.h"
-#include "server/ops/rank_text.h"
+#include "server/comm/placed_communicator.h"
 
 namespace expertmesh {
 namespace {
@@ -23,58 +20,12 @@ using Result = NcclFunctions::Result;
 
 constexpr std::chrono::milliseconds kInitPollInterval(1);
 
-class NcclCommunicator : public Communicator {
+class NcclCommunicator : public PlacedCommunicator {
  public:
   explicit NcclCommunicator(std::shared_ptr<NcclExchange> exchange)
-      : exchange_(std::move(exchange)) {}
+      : PlacedCommunicator(exchange->ep_rank(), exchange->ep_size(), exchange->traffic()),
+        exchange_(std::move(exchange)) {}
   ~NcclCommunicator() override { exchange_->Stop(); }
-
-  int32_t ep_rank() const override { return exchange_->ep_rank(); }
-  int32_t ep_size() const override { return exchange_->ep_size(); }
-
-  absl::Status AllToAllV(const AllToAllVParams& params, Stream& stream) override {
-    auto operation = std::make_shared<NcclOperation>();
-    operation->kind = NcclOperation::Kind::kAllToAllV;
-    operation->tag = params.tag;
-    operation->send = params.send;
-    operation->receive = params.receive;
-    absl::Status status = CheckCounts("send_bytes", params.send_bytes, ep_size());
-    status.Update(CheckCounts("receive_bytes", params.receive_bytes, ep_size()));
-    if (!status.ok()) return Refuse(status);
-    operation->send_bytes.assign(params.send_bytes.begin(), params.send_bytes.end());
-    operation->receive_bytes.assign(params.receive_bytes.begin(), params.receive_bytes.end());
-    return Post(std::move(operation), stream);
-  }
-
-  absl::Status AllGatherV(const AllGatherVParams& params, Stream& stream) override {
-    auto operation = std::make_shared<NcclOperation>();
-    operation->kind = NcclOperation::Kind::kAllGatherV;
-    operation->tag = params.tag;
-    operation->send = params.send;
-    operation->receive = params.receive;
-    if (absl::Status status = CheckCounts("receive_bytes", params.receive_bytes, ep_size());
-        !status.ok()) {
-      return Refuse(status);
-    }
-    operation->send_bytes.assign(ep_size(), params.receive_bytes[ep_rank()]);
-    operation->receive_bytes.assign(params.receive_bytes.begin(), params.receive_bytes.end());
-    return Post(std::move(operation), stream);
-  }
-
-  absl::Status Barrier(const CollectiveTag& tag, Stream& stream) override {
-    auto operation = std::make_shared<NcclOperation>();
-    operation->tag = tag;
-    return Post(std::move(operation), stream);
-  }
-
-  void CloseOrder(int64_t order) override {
-    int64_t num_operations;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      num_operations = places_.Close(order);
-    }
-    exchange_->CloseOrder(order, num_operations);
-  }
 
   void Abort(const absl::Status& reason) override {
     Break(reason);
@@ -82,39 +33,26 @@ class NcclCommunicator : public Communicator {
   }
 
   void Break(const absl::Status& reason) override {
-    exchange_->teardown().Break(
-        absl::AbortedError(RankText(ep_rank(), "aborted the communicator", reason)), reason);
+    exchange_->teardown().Break(AbortedBy(ep_rank(), reason), reason);
   }
 
   absl::Status status() const override { return exchange_->teardown().broken(); }
-  std::vector<int64_t> bytes_sent() const override { return exchange_->traffic().bytes_sent(); }
   std::vector<int64_t> wait_nanos() const override { return exchange_->wait_nanos(); }
 
  private:
-  // The peers wait for this rank's part, which will never come.
-  absl::Status Refuse(const absl::Status& status) {
-    const absl::Status broken =
-        absl::DataLossError(RankText(ep_rank(), "posted an invalid operation", status.message()));
-    exchange_->teardown().Break(broken, broken);
-    return status;
+  absl::Status Enqueue(OperationPlace place, CollectiveCall call, Stream& stream) override {
+    return exchange_->Start(place, std::make_shared<NcclOperation>(std::move(call)), stream);
   }
 
-  absl::Status Post(std::shared_ptr<NcclOperation> operation, Stream& stream) {
-    if (absl::Status status = exchange_->teardown().broken(); !status.ok()) return status;
-    for (int32_t peer = 0; peer < ep_size() && !operation->send_bytes.empty(); ++peer) {
-      if (peer != ep_rank()) exchange_->traffic().CountSent(peer, operation->send_bytes[peer]);
-    }
-    OperationPlace place;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      place = places_.Next(operation->tag);
-    }
-    return exchange_->Start(place, std::move(operation), stream);
+  void OrderClosed(int64_t order, int64_t num_calls) override {
+    exchange_->CloseOrder(order, num_calls);
+  }
+
+  void BreakWith(const absl::Status& status) override {
+    exchange_->teardown().Break(status, status);
   }
 
   const std::shared_ptr<NcclExchange> exchange_;
-  std::mutex mutex_;  // guards what follows
-  OperationPlaces places_;
 };
 
 absl::Status CheckParams(const NcclCommunicatorParams& params) {

@@ -157,7 +157,7 @@ bool NcclExchange::SendHeaders(Lock& lock) {
   const std::shared_ptr<NcclOperation> operation = called_.TakeNext();
   agreeing_.push_back(operation);
   lock.unlock();
-  operation->WriteHeader(ep_size());
+  operation->WriteHeader();
   AllGatherVParams params;
   params.tag = operation->tag;
   params.tag.order = CollectiveTag::kAsCalled;
@@ -179,7 +179,7 @@ bool NcclExchange::IssueFirst(Lock& lock) {
   if (!operation->checked) {
     // Either way all ranks find the same.
     absl::Status status = operation->agreed.status();
-    if (status.ok()) status = operation->CheckHeaders(ep_size());
+    if (status.ok()) status = operation->CheckHeaders();
     operation->checked = true;
     if (!status.ok()) {
       teardown_.Break(status, absl::OkStatus());
@@ -270,7 +270,7 @@ absl::Status NcclExchange::GiveToNccl(NcclOperation& operation) {
 }
 
 NcclFunctions::Result NcclExchange::CallNccl(const NcclOperation& operation) {
-  const int64_t equal_bytes = operation.EqualBytes(ep_size());
+  const int64_t equal_bytes = operation.EqualBytes();
   if (equal_bytes > 0 && operation.kind == NcclOperation::Kind::kAllGatherV) {
     return functions_.AllGather(operation.send, operation.receive, equal_bytes, params_.comm,
                                 params_.stream);
@@ -280,14 +280,8 @@ NcclFunctions::Result NcclExchange::CallNccl(const NcclOperation& operation) {
     return functions_.AllToAll(operation.send, operation.receive, equal_bytes, params_.comm,
                                params_.stream);
   }
-  std::vector<int64_t> send_offsets(ep_size());
-  std::vector<int64_t> receive_offsets(ep_size());
-  for (int32_t rank = 1; rank < ep_size(); ++rank) {
-    receive_offsets[rank] = receive_offsets[rank - 1] + operation.receive_bytes[rank - 1];
-    if (operation.kind == NcclOperation::Kind::kAllToAllV) {
-      send_offsets[rank] = send_offsets[rank - 1] + operation.send_bytes[rank - 1];
-    }
-  }
+  const std::vector<int64_t> send_offsets = operation.SendOffsets();
+  const std::vector<int64_t> receive_offsets = operation.ReceiveOffsets();
   Result result = functions_.GroupStart();
   if (result != Result::kSuccess) return result;
   const auto add = [&result](Result added) {

@@ -5,33 +5,18 @@
 #include "absl/strings/str_cat.h"
 
 namespace expertmesh {
-namespace {
 
-const char* KindName(NcclOperation::Kind kind) {
-  switch (kind) {
-    case NcclOperation::Kind::kAllToAllV:
-      return "AllToAllV";
-    case NcclOperation::Kind::kAllGatherV:
-      return "AllGatherV";
-    case NcclOperation::Kind::kBarrier:
-      return "Barrier";
-  }
-  return "an unknown operation";
-}
-
-}  // namespace
-
-void NcclOperation::WriteHeader(int64_t ep_size) {
-  header.assign(HeaderSize(ep_size), 0);
+void NcclOperation::WriteHeader() {
+  header.assign(HeaderSize(), 0);
   header[0] = static_cast<int64_t>(kind);
   std::copy(send_bytes.begin(), send_bytes.end(), header.begin() + 1);
   std::copy(receive_bytes.begin(), receive_bytes.end(), header.begin() + 1 + ep_size);
-  headers.assign(HeaderSize(ep_size) * ep_size, 0);
-  header_bytes.assign(ep_size, HeaderSize(ep_size) * static_cast<int64_t>(sizeof(header.front())));
+  headers.assign(HeaderSize() * ep_size, 0);
+  header_bytes.assign(ep_size, HeaderSize() * static_cast<int64_t>(sizeof(header.front())));
 }
 
-absl::Status NcclOperation::CheckHeaders(int64_t ep_size) const {
-  const auto record = [&](int64_t rank) { return headers.data() + rank * HeaderSize(ep_size); };
+absl::Status NcclOperation::CheckHeaders() const {
+  const auto record = [&](int64_t rank) { return headers.data() + rank * HeaderSize(); };
   for (int64_t rank = 0; rank < ep_size; ++rank) {
     if (record(rank)[0] != record(0)[0]) {
       return absl::DataLossError(
@@ -51,20 +36,15 @@ absl::Status NcclOperation::CheckHeaders(int64_t ep_size) const {
   return absl::OkStatus();
 }
 
-int64_t NcclOperation::EqualBytes(int64_t ep_size) const {
+int64_t NcclOperation::EqualBytes() const {
   const int64_t count = headers[1];
   for (int64_t rank = 0; rank < ep_size; ++rank) {
-    const int64_t* const sent = headers.data() + rank * HeaderSize(ep_size) + 1;
+    const int64_t* const sent = headers.data() + rank * HeaderSize() + 1;
     if (std::any_of(sent, sent + ep_size, [count](int64_t bytes) { return bytes != count; })) {
       return -1;
     }
   }
   return count;
-}
-
-std::string NcclOperation::ToString() const {
-  return absl::StrCat(KindName(kind), " of incarnation ", tag.incarnation, " epoch ", tag.epoch,
-                      " step ", tag.step, " operation ", tag.operation);
 }
 
 }  // namespace expertmesh

@@ -221,19 +221,17 @@ void TcpExchange::BeginNext() {
     return;
   }
   imbalance_ = operation.Imbalance();
-  const std::byte* send = operation.send;
-  std::byte* receive = operation.receive;
+  const std::vector<int64_t> send_offsets = operation.SendOffsets();
+  const std::vector<int64_t> receive_offsets = operation.ReceiveOffsets();
   for (int32_t rank = 0; rank < ep_size(); ++rank) {
-    if (rank != ep_rank_) {
-      Link& link = links_[rank];
-      TcpMessageHeader header = operation.Header(rank);
-      header.imbalance = imbalance_;
-      link.data.BeginSend(header, send, operation.SendBytes(rank));
-      link.data.BeginReceive(receive, operation.ReceiveBytes(rank));
-      link.checked = false;
-    }
-    if (operation.kind == TcpOperation::Kind::kAllToAllV) send += operation.SendBytes(rank);
-    receive += operation.ReceiveBytes(rank);
+    if (rank == ep_rank_) continue;
+    Link& link = links_[rank];
+    TcpMessageHeader header = operation.Header(rank);
+    header.imbalance = imbalance_;
+    link.data.BeginSend(header, operation.send + send_offsets[rank], operation.send_bytes[rank]);
+    link.data.BeginReceive(operation.receive + receive_offsets[rank],
+                           operation.receive_bytes[rank]);
+    link.checked = false;
   }
 }
 

@@ -7,23 +7,6 @@
 namespace expertmesh {
 namespace {
 
-const char* KindName(TcpOperation::Kind kind) {
-  switch (kind) {
-    case TcpOperation::Kind::kAllToAllV:
-      return "AllToAllV";
-    case TcpOperation::Kind::kAllGatherV:
-      return "AllGatherV";
-    case TcpOperation::Kind::kBarrier:
-      return "Barrier";
-  }
-  return "an unknown operation";
-}
-
-std::string Describe(TcpOperation::Kind kind, const CollectiveTag& tag) {
-  return absl::StrCat(KindName(kind), " of incarnation ", tag.incarnation, " epoch ", tag.epoch,
-                      " step ", tag.step, " operation ", tag.operation);
-}
-
 CollectiveTag TagOf(const TcpMessageHeader& header) {
   CollectiveTag tag;
   tag.incarnation = header.incarnation;
@@ -47,38 +30,16 @@ uint64_t CountHash(int32_t from_rank, int32_t to_rank, int64_t size_bytes) {
 
 }  // namespace
 
-int64_t TcpOperation::SendBytes(int32_t rank) const {
-  switch (kind) {
-    case Kind::kAllToAllV:
-      return send_bytes[rank];
-    case Kind::kAllGatherV:
-      return receive_bytes[ep_rank];
-    case Kind::kBarrier:
-      break;
-  }
-  return 0;
-}
-
-int64_t TcpOperation::ReceiveBytes(int32_t rank) const {
-  return kind == Kind::kBarrier ? 0 : receive_bytes[rank];
-}
-
 absl::Status TcpOperation::CopyOwnBlock() const {
-  const int64_t size_bytes = ReceiveBytes(ep_rank);
-  if (SendBytes(ep_rank) != size_bytes) {
-    return absl::DataLossError(absl::StrCat("rank ", ep_rank, " sends ", SendBytes(ep_rank),
+  const int64_t size_bytes = receive_bytes[ep_rank];
+  if (send_bytes[ep_rank] != size_bytes) {
+    return absl::DataLossError(absl::StrCat("rank ", ep_rank, " sends ", send_bytes[ep_rank],
                                             " bytes to itself but expects ", size_bytes, ", in ",
                                             ToString()));
   }
   if (size_bytes == 0) return absl::OkStatus();
-  int64_t send_offset = 0;
-  int64_t receive_offset = 0;
-  for (int32_t rank = 0; rank < ep_rank; ++rank) {
-    if (kind == Kind::kAllToAllV) send_offset += send_bytes[rank];
-    receive_offset += receive_bytes[rank];
-  }
-  const std::byte* from = send + send_offset;
-  std::byte* to = receive + receive_offset;
+  const std::byte* from = send + SendOffsets()[ep_rank];
+  std::byte* to = receive + ReceiveOffsets()[ep_rank];
   if (from != to) memcpy(to, from, static_cast<size_t>(size_bytes));
   return absl::OkStatus();
 }
@@ -90,7 +51,7 @@ TcpMessageHeader TcpOperation::Header(int32_t rank) const {
   header.epoch = tag.epoch;
   header.step = tag.step;
   header.kind = static_cast<uint64_t>(kind);
-  header.payload_bytes = static_cast<uint64_t>(SendBytes(rank));
+  header.payload_bytes = static_cast<uint64_t>(send_bytes[rank]);
   return header;
 }
 
@@ -98,8 +59,8 @@ uint64_t TcpOperation::Imbalance() const {
   uint64_t sum = 0;
   for (int32_t rank = 0; rank < ep_size; ++rank) {
     if (rank == ep_rank) continue;
-    sum += CountHash(ep_rank, rank, SendBytes(rank));
-    sum -= CountHash(rank, ep_rank, ReceiveBytes(rank));
+    sum += CountHash(ep_rank, rank, send_bytes[rank]);
+    sum -= CountHash(rank, ep_rank, receive_bytes[rank]);
   }
   return sum;
 }
@@ -114,14 +75,12 @@ absl::Status TcpOperation::CheckHeader(const TcpMessageHeader& header, int32_t r
         absl::StrCat("rank ", ep_rank, " is at ", ToString(), ", rank ", rank, " at ",
                      Describe(static_cast<Kind>(header.kind), TagOf(header))));
   }
-  if (header.payload_bytes != static_cast<uint64_t>(ReceiveBytes(rank))) {
+  if (header.payload_bytes != static_cast<uint64_t>(receive_bytes[rank])) {
     return absl::DataLossError(absl::StrCat("rank ", rank, " sends ", header.payload_bytes,
                                             " bytes to rank ", ep_rank, ", which expects ",
-                                            ReceiveBytes(rank), ", in ", ToString()));
+                                            receive_bytes[rank], ", in ", ToString()));
   }
   return absl::OkStatus();
 }
-
-std::string TcpOperation::ToString() const { return Describe(kind, tag); }
 
 }  // namespace expertmesh
