@@ -4,29 +4,18 @@
 
 namespace expertmesh {
 
-CudaEventPool::~CudaEventPool() {
-  // Nobody is left to tell of an error; a lost context has freed everything anyway.
-  for (cudaEvent_t event : idle_) static_cast<void>(cudaEventDestroy(event));
-}
-
-absl::StatusOr<CudaEventPool::SharedEvent> CudaEventPool::Take() {
-  cudaEvent_t event = nullptr;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!idle_.empty()) {
-      event = idle_.back();
-      idle_.pop_back();
-    }
-  }
-  if (event == nullptr) {
-    const absl::Status status = CudaStatus(cudaEventCreateWithFlags(&event, cudaEventDisableTiming),
-                                           "cudaEventCreateWithFlags", device_index_);
-    if (!status.ok()) return status;
-  }
-  return SharedEvent(event, [pool = shared_from_this()](cudaEvent_t returned) {
-    const std::lock_guard<std::mutex> lock(pool->mutex_);
-    pool->idle_.push_back(returned);
-  });
+std::shared_ptr<CudaEventPool> NewCudaEventPool(int32_t device_index) {
+  return std::make_shared<CudaEventPool>(
+      [device_index]() -> absl::StatusOr<cudaEvent_t> {
+        cudaEvent_t event = nullptr;
+        const absl::Status status =
+            CudaStatus(cudaEventCreateWithFlags(&event, cudaEventDisableTiming),
+                       "cudaEventCreateWithFlags", device_index);
+        if (!status.ok()) return status;
+        return event;
+      },
+      // Nobody is left to tell of an error; a lost context has freed everything anyway.
+      [](cudaEvent_t event) { static_cast<void>(cudaEventDestroy(event)); });
 }
 
 }  // namespace expertmesh

@@ -22,7 +22,7 @@ constexpr std::chrono::microseconds kPollInterval(50);
 }  // namespace
 
 CudaStreamQueue::CudaStreamQueue(int32_t device_index)
-    : device_index_(device_index), events_(std::make_shared<CudaEventPool>(device_index)) {
+    : device_index_(device_index), events_(NewCudaEventPool(device_index)) {
   created_ = UseCudaDevice(device_index_);
   if (created_.ok()) {
     created_ = CudaStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking),
@@ -305,7 +305,7 @@ void CudaStreamQueue::WaitOnDevice(Lock& lock, const Event& event,
 
 absl::Status CudaStreamQueue::RecordMark(Mark& mark) {
   if (absl::Status status = UseCudaDevice(device_index_); !status.ok()) return status;
-  absl::StatusOr<CudaEventPool::SharedEvent> reached = events_->Take();
+  absl::StatusOr<CudaEventPool::Shared> reached = events_->Take();
   if (!reached.ok()) return reached.status();
   mark.reached = *std::move(reached);
   return CudaStatus(cudaEventRecord(mark.reached.get(), stream_), "cudaEventRecord", device_index_);

@@ -53,7 +53,7 @@ class CudaStreamQueue : public std::enable_shared_from_this<CudaStreamQueue> {
   using Lock = std::unique_lock<std::mutex>;
 
   struct Mark {
-    CudaEventPool::SharedEvent reached;  // null: the mark is `awaited`
+    CudaEventPool::Shared reached;  // null: the mark is `awaited`
     std::optional<Event> awaited;
     std::optional<Event> event;  // to signal, with the first of its errors
     absl::Status error;          // of the stream, when the event was recorded

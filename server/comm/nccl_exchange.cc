@@ -38,7 +38,7 @@ NcclExchange::NcclExchange(Params params)
     : params_(std::move(params)),
       functions_(*params_.functions),
       traffic_(params_.ep_size),
-      events_(std::make_shared<NcclEventPool>(params_.functions, params_.device_index)),
+      events_(NewNcclEventPool(params_.functions, params_.device_index)),
       control_stream_(NewThreadedHostStream()),
       teardown_(TeardownParams()) {}
 
@@ -84,7 +84,7 @@ absl::Status NcclExchange::Start(OperationPlace place, std::shared_ptr<NcclOpera
   WakeWhenDone(operation->ready);
   // A barrier is agreed on when the stream has reached it, which the host must know.
   if (operation->kind != NcclOperation::Kind::kBarrier && functions_.IsDeviceStream(stream)) {
-    absl::StatusOr<NcclEventPool::SharedEvent> event = events_->Take();
+    absl::StatusOr<NcclEventPool::Shared> event = events_->Take();
     if (!event.ok()) return event.status();
     operation->reached = *std::move(event);
   }
@@ -226,7 +226,7 @@ absl::Status NcclExchange::Issue(NcclOperation& operation) {
   const auto any = [](const std::vector<int64_t>& counts) {
     return std::any_of(counts.begin(), counts.end(), [](int64_t count) { return count > 0; });
   };
-  NcclEventPool::SharedEvent passed = operation.reached;
+  NcclEventPool::Shared passed = operation.reached;
   if (any(operation.send_bytes) || any(operation.receive_bytes)) {
     if (absl::Status status = GiveToNccl(operation); !status.ok()) return status;
     passed = operation.completed;
@@ -242,7 +242,7 @@ absl::Status NcclExchange::Issue(NcclOperation& operation) {
 
 absl::Status NcclExchange::GiveToNccl(NcclOperation& operation) {
   absl::Status status = teardown_.Call([&] {
-    absl::StatusOr<NcclEventPool::SharedEvent> completed = events_->Take();
+    absl::StatusOr<NcclEventPool::Shared> completed = events_->Take();
     if (!completed.ok()) return completed.status();
     operation.completed = *std::move(completed);
     if (operation.reached == nullptr) return absl::OkStatus();

@@ -22,15 +22,15 @@ struct NcclOperation : CollectiveCall {
   // The caller's stream has reached the operation; or, with `reached`, that event is recorded on
   // it, which is a stream of the device.
   Event ready;
-  NcclEventPool::SharedEvent reached;
+  NcclEventPool::Shared reached;
 
   // What the ranks tell each other before bytes move: [ep_size] records of HeaderSize numbers.
   std::vector<int64_t> header;
   std::vector<int64_t> headers;
-  std::vector<int64_t> header_bytes;     // [ep_size]
-  Event agreed;                          // headers are there
-  bool checked = false;                  // and say the same
-  NcclEventPool::SharedEvent completed;  // on the communicator's stream; null: nothing moves
+  std::vector<int64_t> header_bytes;  // [ep_size]
+  Event agreed;                       // headers are there
+  bool checked = false;               // and say the same
+  NcclEventPool::Shared completed;    // on the communicator's stream; null: nothing moves
 
   // `ep_size` numbers of what is sent, as many of what is expected, and the kind.
   int64_t HeaderSize() const { return 2 * int64_t{ep_size} + 1; }

@@ -101,7 +101,7 @@ TEST_F(CudaStreamEventsTest, AWaitMovesToTheDeviceOnceItsEventDoes) {
 // What a communicator's event is: the device passes its point, and then it is told.
 struct PlacedEvent {
   explicit PlacedEvent(const std::shared_ptr<CudaEventPool>& pool, cudaStream_t stream) {
-    const CudaEventPool::SharedEvent reached = pool->Take().value();
+    const CudaEventPool::Shared reached = pool->Take().value();
     EXPECT_EQ(cudaEventRecord(reached.get(), stream), cudaSuccess);
     event.Place(std::make_shared<CudaDevicePoint>(0, reached.get(), reached));
   }
@@ -111,7 +111,7 @@ struct PlacedEvent {
 // The device has done everything; nobody is told so, and no host function runs, until the event
 // that it passed is done.
 TEST_F(CudaStreamEventsTest, NothingIsToldBeforeAnEventThatTheDevicePassedIsDone) {
-  const auto events = std::make_shared<CudaEventPool>(0);
+  const auto events = NewCudaEventPool(0);
   const std::unique_ptr<CudaStream> other = pool_.NewStream();
   for (const bool fails : {false, true}) {
     SCOPED_TRACE(fails);
@@ -168,7 +168,7 @@ TEST_F(CudaStreamEventsTest, NothingIsToldBeforeAnEventThatTheDevicePassedIsDone
 }
 
 TEST_F(CudaStreamEventsTest, TheFirstErrorWinsBesideAnEventThatIsNotDone) {
-  const auto events = std::make_shared<CudaEventPool>(0);
+  const auto events = NewCudaEventPool(0);
   const std::unique_ptr<CudaStream> other = pool_.NewStream();
   const std::unique_ptr<CudaStream> stream = pool_.NewStream();
   PlacedEvent placed(events, other->cuda_stream());
@@ -186,7 +186,7 @@ TEST_F(CudaStreamEventsTest, TheFirstErrorWinsBesideAnEventThatIsNotDone) {
 
 // Another device's stream learns of it from the host.
 TEST_F(CudaStreamEventsTest, APointOfAnotherDeviceIsNotWaitedFor) {
-  const auto events = std::make_shared<CudaEventPool>(0);
+  const auto events = NewCudaEventPool(0);
   const std::unique_ptr<CudaStream> stream = pool_.NewStream();
   Event event;
   event.Place(std::make_shared<CudaDevicePoint>(1, nullptr, nullptr));
@@ -201,7 +201,7 @@ TEST_F(CudaStreamEventsTest, APointOfAnotherDeviceIsNotWaitedFor) {
 
 // Nobody can say of what was recorded behind such an event that it went well.
 TEST_F(CudaStreamEventsTest, DestructionDoesNotWaitForAnEventThatTheDevicePassed) {
-  const auto events = std::make_shared<CudaEventPool>(0);
+  const auto events = NewCudaEventPool(0);
   const std::unique_ptr<CudaStream> other = pool_.NewStream();
   const Buffer device = allocator_.Allocate(4).value();
   const Buffer host = pinned_.Allocate(4).value();
