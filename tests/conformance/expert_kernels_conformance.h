@@ -8,35 +8,18 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <random>
 #include <string>
 #include <tuple>
 #include <vector>
 
-#include "absl/status/statusor.h"
-#include "absl/time/clock.h"
 #include "gtest/gtest.h"
 #include "kernels/expert_kernels.h"
+#include "tests/conformance/expert_kernels_fixture.h"
 #include "tests/kernels/cpu/random_layer.h"
 
 namespace expertmesh {
-
-// An implementation and the device that it works on.
-class ExpertKernelsDevice {
- public:
-  virtual ~ExpertKernelsDevice() = default;
-  virtual absl::StatusOr<std::unique_ptr<ExpertKernels>> NewKernels(
-      const ExpertLayerShape& shape) = 0;
-  virtual Stream& stream() = 0;
-  virtual Allocator& allocator() = 0;
-};
-
-struct ExpertKernelsKind {
-  std::string name;
-  std::function<std::unique_ptr<ExpertKernelsDevice>()> make;
-};
 
 // Implementation, activation dtype and weight dtype.
 using ExpertKernelsParam = std::tuple<ExpertKernelsKind, DType, DType>;
@@ -46,75 +29,21 @@ inline std::string ExpertKernelsParamName(const testing::TestParamInfo<ExpertKer
          "_rows_" + std::string(DTypeName(std::get<2>(info.param))) + "_weights";
 }
 
-// `run` is the FFN of three loaded experts of this shape.
-inline void ExpectARowsBytesDependOnNothingElse(
-    const ExpertLayerShape& shape, DType activation_dtype,
-    const std::function<OutputByExpert(const RowsByExpert&, ActivationFormat)>& run) {
-  const int64_t hidden_size = shape.hidden_size;
-  const RowsByExpert alone_rows = RandomRows(shape, {0, 1, 0}, activation_dtype, 22);
-  const OutputByExpert alone = run(alone_rows, ActivationFormat::kContiguous);
-  for (const int32_t num_rows : {1, 2, 3, 5, 7, 13, 40}) {
-    for (const int32_t position : {0, num_rows - 1}) {
-      SCOPED_TRACE("row " + std::to_string(position) + " of " + std::to_string(num_rows));
-      RowsByExpert rows = RandomRows(shape, {num_rows % 5, num_rows, num_rows % 3},
-                                     activation_dtype, static_cast<uint64_t>(num_rows));
-      std::copy(alone_rows[1].begin(), alone_rows[1].end(),
-                rows[1].begin() + position * hidden_size);
-      const OutputByExpert together =
-          run(rows, num_rows % 2 == 0 ? ActivationFormat::kContiguous : ActivationFormat::kBatched);
-      ASSERT_EQ(std::memcmp(together[1].data() + position * hidden_size, alone[1].data(),
-                            static_cast<size_t>(hidden_size) * sizeof(float)),
-                0);
-    }
-  }
-}
-
-class ExpertKernelsConformance : public testing::TestWithParam<ExpertKernelsParam> {
+class ExpertKernelsConformance : public ExpertKernelsFixture<ExpertKernelsParam> {
  protected:
-  const DType activation_dtype_ = std::get<1>(GetParam());
   const DType weight_dtype_ = std::get<2>(GetParam());
-  const std::unique_ptr<ExpertKernelsDevice> device_ = std::get<0>(GetParam()).make();
 
   ExpertLayerShape Shape(int32_t num_experts, int64_t hidden_size,
                          int64_t intermediate_size) const {
-    ExpertLayerShape shape;
-    shape.num_local_experts = num_experts;
-    shape.hidden_size = hidden_size;
-    shape.intermediate_size = intermediate_size;
-    shape.weight_dtype = weight_dtype_;
-    return shape;
-  }
-
-  std::unique_ptr<ExpertKernels> NewKernels(const ExpertLayerShape& shape) {
-    absl::StatusOr<std::unique_ptr<ExpertKernels>> kernels = device_->NewKernels(shape);
-    EXPECT_TRUE(kernels.ok()) << kernels.status();
-    return *std::move(kernels);
-  }
-  std::unique_ptr<ExpertKernels> Load(const RandomLayer& layer) {
-    std::unique_ptr<ExpertKernels> kernels = NewKernels(layer.shape);
-    layer.LoadInto(*kernels);
-    return kernels;
-  }
-
-  OutputByExpert Run(ExpertKernels& kernels, const RowsByExpert& rows, ActivationFormat format) {
-    return RunFfn(kernels, rows, activation_dtype_, format,
-                  {device_->allocator(), device_->stream()});
+    return ShapeOf(num_experts, hidden_size, intermediate_size, weight_dtype_);
   }
 
   void Check(const RandomLayer& layer, const std::vector<int32_t>& rows_per_expert, uint64_t seed) {
-    const std::unique_ptr<ExpertKernels> kernels = Load(layer);
     const RowsByExpert rows = RandomRows(layer.shape, rows_per_expert, activation_dtype_, seed);
-    OutputByExpert by_format[2];
-    for (const ActivationFormat format :
-         {ActivationFormat::kContiguous, ActivationFormat::kBatched}) {
-      SCOPED_TRACE(FormatName(format) + " hidden " + std::to_string(layer.shape.hidden_size) +
-                   " intermediate " + std::to_string(layer.shape.intermediate_size) + " seed " +
-                   std::to_string(seed));
-      OutputByExpert& output = by_format[static_cast<int>(format)];
-      output = Run(*kernels, rows, format);
-      ExpectNearReference(layer, rows, output, activation_dtype_);
-    }
-    EXPECT_EQ(by_format[0], by_format[1]);
+    CheckLayer(layer, rows, seed,
+               [&](const OutputByExpert& output, const ExpertKernels::Capabilities&) {
+                 ExpectNearReference(layer, rows, output, activation_dtype_);
+               });
   }
 };
 
@@ -213,12 +142,7 @@ TEST_P(ExpertKernelsConformance, ReadsStridedLayouts) {
 }
 
 TEST_P(ExpertKernelsConformance, ARowsBytesDependOnNothingElse) {
-  const RandomLayer layer(Shape(3, 43, 35), /*with_biases=*/false, 21);
-  const std::unique_ptr<ExpertKernels> kernels = Load(layer);
-  ExpectARowsBytesDependOnNothingElse(layer.shape, activation_dtype_,
-                                      [&](const RowsByExpert& rows, ActivationFormat format) {
-                                        return Run(*kernels, rows, format);
-                                      });
+  ExpectARowsBytesDependOnNothingElse(RandomLayer(Shape(3, 43, 35), /*with_biases=*/false, 21));
 }
 
 // As steps of a fixed capacity do: the same sizes in memory that was used before, other counts.
@@ -250,24 +174,7 @@ TEST_P(ExpertKernelsConformance, BatchedAgainAndAgainInTheSameMemory) {
 
 TEST_P(ExpertKernelsConformance, ANanStaysInItsRow) {
   const RandomLayer layer(Shape(1, 37, 25), /*with_biases=*/false, 41);
-  const std::unique_ptr<ExpertKernels> kernels = Load(layer);
-  for (const double bad :
-       {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
-    RowsByExpert rows = RandomRows(layer.shape, {14}, activation_dtype_, 42);
-    const OutputByExpert clean = Run(*kernels, rows, ActivationFormat::kBatched);
-    rows[0][5 * 37 + 3] = bad;
-    const OutputByExpert output = Run(*kernels, rows, ActivationFormat::kBatched);
-    for (size_t row = 0; row < 14; ++row) {
-      for (size_t column = 0; column < 37; ++column) {
-        const float value = output[0][row * 37 + column];
-        if (row == 5) {
-          EXPECT_FALSE(std::isfinite(value));
-        } else {
-          ASSERT_EQ(value, clean[0][row * 37 + column]) << row;
-        }
-      }
-    }
-  }
+  ExpectANanStaysInItsRow(layer, [](float value) { EXPECT_FALSE(std::isfinite(value)); });
 }
 
 TEST_P(ExpertKernelsConformance, RefusesArguments) {

@@ -6,14 +6,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "tests/conformance/expert_kernels_conformance.h"
+#include "tests/conformance/expert_kernels_fixture.h"
 #include "tests/kernels/cpu/random_float8_layer.h"
 
 namespace expertmesh {
@@ -27,46 +26,18 @@ inline std::string Float8ExpertKernelsParamName(
          "_rows";
 }
 
-class Float8ExpertKernelsConformance : public testing::TestWithParam<Float8ExpertKernelsParam> {
+class Float8ExpertKernelsConformance : public ExpertKernelsFixture<Float8ExpertKernelsParam> {
  protected:
-  const DType activation_dtype_ = std::get<1>(GetParam());
-  const std::unique_ptr<ExpertKernelsDevice> device_ = std::get<0>(GetParam()).make();
-
   static ExpertLayerShape Shape(int32_t num_experts, int64_t hidden_size,
                                 int64_t intermediate_size) {
-    ExpertLayerShape shape;
-    shape.num_local_experts = num_experts;
-    shape.hidden_size = hidden_size;
-    shape.intermediate_size = intermediate_size;
-    shape.weight_dtype = DType::kFloat8E4M3;
-    return shape;
-  }
-
-  std::unique_ptr<ExpertKernels> Load(const RandomFloat8Layer& layer) {
-    absl::StatusOr<std::unique_ptr<ExpertKernels>> kernels = device_->NewKernels(layer.shape);
-    EXPECT_TRUE(kernels.ok()) << kernels.status();
-    layer.LoadInto(**kernels);
-    return *std::move(kernels);
-  }
-
-  OutputByExpert Run(ExpertKernels& kernels, const RowsByExpert& rows, ActivationFormat format) {
-    return RunFfn(kernels, rows, activation_dtype_, format,
-                  {device_->allocator(), device_->stream()});
+    return ShapeOf(num_experts, hidden_size, intermediate_size, DType::kFloat8E4M3);
   }
 
   void Check(const RandomFloat8Layer& layer, const RowsByExpert& rows, uint64_t seed) {
-    const std::unique_ptr<ExpertKernels> kernels = Load(layer);
-    OutputByExpert by_format[2];
-    for (const ActivationFormat format :
-         {ActivationFormat::kContiguous, ActivationFormat::kBatched}) {
-      SCOPED_TRACE(FormatName(format) + " hidden " + std::to_string(layer.shape.hidden_size) +
-                   " intermediate " + std::to_string(layer.shape.intermediate_size) + " seed " +
-                   std::to_string(seed));
-      OutputByExpert& output = by_format[static_cast<int>(format)];
-      output = Run(*kernels, rows, format);
-      ExpectNearFloat8Reference(layer, rows, output, kernels->capabilities().instruction_set);
-    }
-    EXPECT_EQ(by_format[0], by_format[1]);
+    CheckLayer(layer, rows, seed,
+               [&](const OutputByExpert& output, const ExpertKernels::Capabilities& capabilities) {
+                 ExpectNearFloat8Reference(layer, rows, output, capabilities.instruction_set);
+               });
   }
   void Check(const RandomFloat8Layer& layer, const std::vector<int32_t>& rows_per_expert,
              uint64_t seed) {
@@ -165,28 +136,13 @@ TEST_P(Float8ExpertKernelsConformance, ReadsStridedLayouts) {
 }
 
 TEST_P(Float8ExpertKernelsConformance, ARowsBytesDependOnNothingElse) {
-  const RandomFloat8Layer layer(Shape(3, 256, 128), /*with_biases=*/false, 21);
-  const std::unique_ptr<ExpertKernels> kernels = Load(layer);
-  ExpectARowsBytesDependOnNothingElse(layer.shape, activation_dtype_,
-                                      [&](const RowsByExpert& rows, ActivationFormat format) {
-                                        return Run(*kernels, rows, format);
-                                      });
+  ExpectARowsBytesDependOnNothingElse(
+      RandomFloat8Layer(Shape(3, 256, 128), /*with_biases=*/false, 21));
 }
 
 TEST_P(Float8ExpertKernelsConformance, ANanStaysInItsRow) {
   const RandomFloat8Layer layer(Shape(1, 256, 128), /*with_biases=*/false, 41);
-  const std::unique_ptr<ExpertKernels> kernels = Load(layer);
-  for (const double bad :
-       {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
-    RowsByExpert rows = RandomRows(layer.shape, {14}, activation_dtype_, 42);
-    const OutputByExpert clean = Run(*kernels, rows, ActivationFormat::kBatched);
-    rows[0][5 * 256 + 3] = bad;
-    const OutputByExpert output = Run(*kernels, rows, ActivationFormat::kBatched);
-    for (size_t i = 0; i < output[0].size(); ++i) {
-      if (i / 256 == 5) continue;
-      ASSERT_EQ(output[0][i], clean[0][i]) << i;
-    }
-  }
+  ExpectANanStaysInItsRow(layer, [](float) {});
 }
 
 TEST_P(Float8ExpertKernelsConformance, RefusesArguments) {

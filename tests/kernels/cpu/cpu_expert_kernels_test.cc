@@ -75,17 +75,12 @@ class CpuExpertKernelsTest : public testing::TestWithParam<std::tuple<CpuIsa, DT
     ParallelFor parallel_for(Threads(num_threads));
     const std::unique_ptr<ExpertKernels> kernels = layer.Load(isa_, &parallel_for);
     const RowsByExpert rows = RandomRows(layer.shape, rows_per_expert, activation_dtype_, seed);
-    OutputByExpert by_format[2];
-    for (const ActivationFormat format :
-         {ActivationFormat::kContiguous, ActivationFormat::kBatched}) {
-      SCOPED_TRACE(FormatName(format) + " hidden " + std::to_string(layer.shape.hidden_size) +
-                   " intermediate " + std::to_string(layer.shape.intermediate_size) + " seed " +
-                   std::to_string(seed));
-      OutputByExpert& output = by_format[static_cast<int>(format)];
-      output = RunFfn(*kernels, rows, activation_dtype_, format);
-      ExpectNearReference(layer, rows, output, activation_dtype_);
-    }
-    EXPECT_EQ(by_format[0], by_format[1]);
+    CheckBothFormats(
+        layer.shape, seed,
+        [&](ActivationFormat format) { return RunFfn(*kernels, rows, activation_dtype_, format); },
+        [&](const OutputByExpert& output) {
+          ExpectNearReference(layer, rows, output, activation_dtype_);
+        });
   }
 };
 
