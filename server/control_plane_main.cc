@@ -2,8 +2,6 @@
 
 #include <unistd.h>
 
-#include <cstdio>
-#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,6 +18,7 @@
 #include "server/ops/stop_signals.h"
 #include "server/planning/choose_strategy.h"
 #include "server/rpc/tls_files.h"
+#include "server/server_program.h"
 
 using expertmesh::ByteSize;
 
@@ -131,8 +130,6 @@ ABSL_FLAG(std::string, log_level, "info", "debug, info, warning or error.");
 namespace expertmesh {
 namespace {
 
-constexpr int kExitFailure = 1;
-constexpr int kExitUsage = 2;
 constexpr int64_t kMostSlots = int64_t{1} << 16;
 constexpr int64_t kMostStepTokens = int64_t{1} << 24;
 constexpr absl::Duration kLeastStepTimeout = absl::Milliseconds(1);
@@ -313,44 +310,21 @@ absl::StatusOr<ControlPlaneOptions> ReadFlags(const std::vector<std::string>& gi
   return options;
 }
 
-int UsageError(const absl::Status& status) {
-  std::fprintf(stderr, "expertmesh-control-plane: %s\nsee expertmesh-control-plane --help\n",
-               std::string(status.message()).c_str());
-  return kExitUsage;
-}
-
 int Run(const std::vector<std::string>& args) {
-  const absl::StatusOr<CommandLine> line = ParseCommandLine(args);
-  if (!line.ok()) return UsageError(line.status());
-  if (line->help) {
-    std::printf("%s%s", kUsage, DescribeFlags("control_plane_main.cc").c_str());
-    return 0;
-  }
-  if (line->version) {
-    std::printf("expertmesh-control-plane %s\n", EXPERTMESH_VERSION);
-    return 0;
-  }
-  if (!line->positionals.empty()) {
-    return UsageError(absl::InvalidArgumentError(
-        absl::StrCat("'", line->positionals.front(), "' is no flag; flags start with --")));
-  }
-  const absl::StatusOr<LogFormat> format = ParseLogFormat(absl::GetFlag(FLAGS_log_format));
-  if (!format.ok()) return UsageError(format.status());
-  const absl::StatusOr<LogLevel> level = ParseLogLevel(absl::GetFlag(FLAGS_log_level));
-  if (!level.ok()) return UsageError(level.status());
-  absl::StatusOr<ControlPlaneOptions> options = ReadFlags(line->flags);
-  if (!options.ok()) return UsageError(options.status());
+  const ServerProgram program("expertmesh-control-plane", kUsage, "control_plane_main.cc");
+  std::vector<std::string> given;
+  if (const std::optional<int> exit_code = program.ReadCommandLine(args, &given)) return *exit_code;
+  const absl::StatusOr<LoggingOptions> logging =
+      ServerProgram::ParseLogFlags(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
+  if (!logging.ok()) return program.UsageError(logging.status());
+  absl::StatusOr<ControlPlaneOptions> options = ReadFlags(given);
+  if (!options.ok()) return program.UsageError(options.status());
 
   absl::StatusOr<std::shared_ptr<CudaDevice>> device = OpenDeviceFlag(absl::GetFlag(FLAGS_device));
-  if (!device.ok()) {
-    if (absl::IsInvalidArgument(device.status())) return UsageError(device.status());
-    std::fprintf(stderr, "expertmesh-control-plane: %s\n",
-                 std::string(device.status().message()).c_str());
-    return kExitFailure;
-  }
+  if (!device.ok()) return program.StartError(device.status());
   options->group.device = *std::move(device);
 
-  InitLogging({*level, *format});
+  InitLogging(*logging);
   WarnOfSlowDevice(options->group.device.get());
   ControlPlane control_plane(*std::move(options));
   const StopSignals signals(
@@ -367,7 +341,7 @@ int Run(const std::vector<std::string>& args) {
   const absl::Status status = control_plane.Start();
   if (!status.ok()) {
     LogError(absl::StrCat("cannot start: ", status.message()));
-    return kExitFailure;
+    return ServerProgram::kExitFailure;
   }
   control_plane.WaitForStopAndDrain();
   return 0;
@@ -377,14 +351,5 @@ int Run(const std::vector<std::string>& args) {
 }  // namespace expertmesh
 
 int main(int argc, char** argv) {
-  expertmesh::StopSignals::Block();
-  expertmesh::TuneProcessForGrpc();
-  try {
-    expertmesh::ExitWithoutTeardown(
-        expertmesh::Run(std::vector<std::string>(argv + 1, argv + argc)));
-  } catch (const std::exception& error) {
-    // The machine gives no more threads or memory while the process starts.
-    std::fprintf(stderr, "%s: cannot go on: %s\n", argv[0], error.what());
-    return 1;
-  }
+  return expertmesh::ServerProgram::Main(argc, argv, expertmesh::Run);
 }

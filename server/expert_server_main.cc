@@ -2,10 +2,9 @@
 
 #include <unistd.h>
 
-#include <cstdio>
 #include <cstdlib>
-#include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,7 +20,7 @@
 #include "server/ops/listen_address.h"
 #include "server/ops/logging.h"
 #include "server/ops/stop_signals.h"
-#include "server/rpc/grpc_server.h"
+#include "server/server_program.h"
 
 ABSL_FLAG(std::string, control_plane, "", "host:port of the control plane's --rank_listen.");
 ABSL_FLAG(int32_t, ep_rank, -1, "This rank's number, from 0.");
@@ -67,8 +66,6 @@ ABSL_FLAG(std::string, log_level, "info", "debug, info, warning or error.");
 namespace expertmesh {
 namespace {
 
-constexpr int kExitFailure = 1;
-constexpr int kExitUsage = 2;
 constexpr char kUsage[] =
     "usage: expertmesh-expert-server --control_plane=HOST:PORT --ep_rank=R --ep_size=N "
     "--checkpoint=DIR [flags]\n"
@@ -159,52 +156,29 @@ absl::Status BindNccl(const std::string& bind_address) {
   return absl::OkStatus();
 }
 
-int UsageError(const absl::Status& status) {
-  std::fprintf(stderr, "expertmesh-expert-server: %s\nsee expertmesh-expert-server --help\n",
-               std::string(status.message()).c_str());
-  return kExitUsage;
-}
-
 int Run(const std::vector<std::string>& args) {
-  const absl::StatusOr<CommandLine> line = ParseCommandLine(args);
-  if (!line.ok()) return UsageError(line.status());
-  if (line->help) {
-    std::printf("%s%s", kUsage, DescribeFlags("expert_server_main.cc").c_str());
-    return 0;
-  }
-  if (line->version) {
-    std::printf("expertmesh-expert-server %s\n", EXPERTMESH_VERSION);
-    return 0;
-  }
-  if (!line->positionals.empty()) {
-    return UsageError(absl::InvalidArgumentError(
-        absl::StrCat("'", line->positionals.front(), "' is no flag; flags start with --")));
-  }
-  const absl::StatusOr<LogFormat> format = ParseLogFormat(absl::GetFlag(FLAGS_log_format));
-  if (!format.ok()) return UsageError(format.status());
-  const absl::StatusOr<LogLevel> level = ParseLogLevel(absl::GetFlag(FLAGS_log_level));
-  if (!level.ok()) return UsageError(level.status());
-  absl::StatusOr<ExpertServerOptions> options = ReadFlags(line->flags);
-  if (!options.ok()) return UsageError(options.status());
+  const ServerProgram program("expertmesh-expert-server", kUsage, "expert_server_main.cc");
+  std::vector<std::string> given;
+  if (const std::optional<int> exit_code = program.ReadCommandLine(args, &given)) return *exit_code;
+  const absl::StatusOr<LoggingOptions> logging =
+      ServerProgram::ParseLogFlags(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
+  if (!logging.ok()) return program.UsageError(logging.status());
+  absl::StatusOr<ExpertServerOptions> options = ReadFlags(given);
+  if (!options.ok()) return program.UsageError(options.status());
 
   if (absl::GetFlag(FLAGS_device) != "cpu") {
     if (absl::Status status = BindNccl(options->bind_address); !status.ok()) {
-      return UsageError(status);
+      return program.UsageError(status);
     }
   }
   CudaDeviceOptions device_options;
   if (options->ep_size > 1) device_options.reserved_multiprocessors = kNcclMultiprocessors;
   absl::StatusOr<std::shared_ptr<CudaDevice>> device =
       OpenDeviceFlag(absl::GetFlag(FLAGS_device), device_options);
-  if (!device.ok()) {
-    if (absl::IsInvalidArgument(device.status())) return UsageError(device.status());
-    std::fprintf(stderr, "expertmesh-expert-server: %s\n",
-                 std::string(device.status().message()).c_str());
-    return kExitFailure;
-  }
+  if (!device.ok()) return program.StartError(device.status());
   options->device = *std::move(device);
 
-  InitLogging({*level, *format});
+  InitLogging(*logging);
   WarnOfSlowDevice(options->device.get());
   ExpertServer server(*std::move(options));
   const StopSignals signals([&server](int signal_number) {
@@ -214,11 +188,11 @@ int Run(const std::vector<std::string>& args) {
   });
   if (const absl::Status status = server.Load(); !status.ok()) {
     LogError(absl::StrCat("cannot start: ", status.message()));
-    return kExitFailure;
+    return ServerProgram::kExitFailure;
   }
   if (const absl::Status status = server.Run(); !status.ok()) {
     LogError(std::string(status.message()));
-    return kExitFailure;
+    return ServerProgram::kExitFailure;
   }
   LogInfo("stopped");
   return 0;
@@ -228,14 +202,5 @@ int Run(const std::vector<std::string>& args) {
 }  // namespace expertmesh
 
 int main(int argc, char** argv) {
-  expertmesh::StopSignals::Block();
-  expertmesh::TuneProcessForGrpc();
-  try {
-    expertmesh::ExitWithoutTeardown(
-        expertmesh::Run(std::vector<std::string>(argv + 1, argv + argc)));
-  } catch (const std::exception& error) {
-    // The machine gives no more threads or memory while the process starts.
-    std::fprintf(stderr, "%s: cannot go on: %s\n", argv[0], error.what());
-    return 1;
-  }
+  return expertmesh::ServerProgram::Main(argc, argv, expertmesh::Run);
 }
