@@ -32,6 +32,8 @@ struct HeldRows {
 };
 
 constexpr absl::Duration kTimeToRead = absl::Milliseconds(500);
+// All that is known of a peer that went without a word.
+constexpr char kGone[] = "its stream ended (its process or its connection is gone)";
 
 }  // namespace
 
@@ -197,12 +199,12 @@ void RankStream::OnWriteDone(bool ok) {
     to_write_.pop_front();
   }
   sent.clear();
-  if (!ok) End(absl::UnavailableError("its stream broke"));
+  if (!ok) End(absl::UnavailableError(kGone));
   Pump();
 }
 
 void RankStream::OnReadDone(bool ok) {
-  if (!ok) return End(absl::UnavailableError("its stream ended"));
+  if (!ok) return End(absl::UnavailableError(kGone));
   absl::StatusOr<ReceivedEvent> event = DecodeEvent(&read_, group_->request_allocator());
   read_.Clear();
   absl::Status status = event.status();
@@ -241,7 +243,7 @@ absl::Status RankStream::Handle(ReceivedEvent event) {
         ended = end_.has_value();
       }
       // Whoever ended it did not know the member yet.
-      if (ended) group_->OnStreamEnded(member_id_, absl::UnavailableError("its stream ended"));
+      if (ended) group_->OnStreamEnded(member_id_, absl::UnavailableError(kGone));
       return absl::OkStatus();
     }
     case v1::RunStepsRequest::kEpochReady:
@@ -302,7 +304,7 @@ absl::Status RankStream::HandleResult(ReceivedResult result) {
   return absl::OkStatus();
 }
 
-void RankStream::OnCancel() { End(absl::UnavailableError("its stream was cut")); }
+void RankStream::OnCancel() { End(absl::UnavailableError(kGone)); }
 
 void RankStream::End(const absl::Status& reason) {
   std::map<uint64_t, PendingStep> pending;

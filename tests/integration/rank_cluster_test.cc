@@ -294,7 +294,9 @@ TEST(RankClusterTest, ARankLeavesAndReadinessFollowsTheEpoch) {
   EXPECT_EQ(cluster->control().Health(""), "SERVING");
   ASSERT_TRUE(cluster->rank(0).Kill().ok());
   EXPECT_TRUE(cluster->rank(1)
-                  .WaitForLine(" W its epoch ended epoch=2 why=\"rank 0 was lost: ", kPlenty)
+                  .WaitForLine(" W its epoch ended epoch=2 why=\"rank 0 was lost: its stream ended "
+                               "\\(its process or its connection is gone\\)\"",
+                               kPlenty)
                   .ok());
 }
 
