@@ -1,4 +1,3 @@
-#include <cerrno>
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -13,6 +12,7 @@
 #include "client/cli/command.h"
 #include "client/cli/error_advice.h"
 #include "client/cli/flag_error.h"
+#include "client/cli/standard_output.h"
 #include "client/expert_client.h"
 #include "server/ops/command_line.h"
 
@@ -94,14 +94,6 @@ int UsageError(absl::string_view command, absl::string_view message) {
   return kExitUsage;
 }
 
-// A full disk behind a redirection is found out here at the latest.
-absl::Status FlushStdout() {
-  errno = 0;
-  const bool was_failed = ferror(stdout) != 0;
-  if (fflush(stdout) == 0 && !was_failed) return absl::OkStatus();
-  return absl::ErrnoToStatus(errno != 0 ? errno : EIO, "standard output cannot be written");
-}
-
 int Main(const std::vector<std::string>& args) {
   TuneGrpcBeforeFirstUse();
   if (!args.empty() && args.front() == "--helpfull") {
@@ -139,7 +131,7 @@ int Main(const std::vector<std::string>& args) {
     }
   }
   absl::Status status = command->run(line->flags);
-  if (status.ok()) status = FlushStdout();
+  if (status.ok()) status = FlushStandardOutput();
   if (status.ok()) return 0;
   if (IsFlagError(status)) return UsageError(name, status.message());
   fprintf(stderr, "expertmesh %s: %s\n", command->name, ErrorWithAdvice(status).c_str());

@@ -15,6 +15,7 @@
 #include "client/cli/error_advice.h"
 #include "client/cli/flag_error.h"
 #include "client/cli/json_output.h"
+#include "client/cli/standard_output.h"
 #include "client/cli/status_text.h"
 
 ABSL_FLAG(absl::Duration, watch, absl::ZeroDuration(),
@@ -47,7 +48,6 @@ class Frames {
     }
     is_first_ = false;
     fwrite(frame.data(), 1, frame.size(), stdout);
-    fflush(stdout);
   }
 
  private:
@@ -90,6 +90,7 @@ absl::Status Run(const std::vector<std::string>& /*given*/) {
       // A control plane that is restarted is part of what one watches.
       frames.Show(ErrorWithAdvice(text.status()) + "\n");
     }
+    if (absl::Status status = FlushStandardOutput(); !status.ok()) return status;
     if (interval <= absl::ZeroDuration()) return absl::OkStatus();
     absl::SleepFor(interval);
   }

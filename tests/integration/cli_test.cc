@@ -266,14 +266,19 @@ TEST_F(CliTest, AnOutputThatCannotBeWrittenExitsWithOne) {
   EXPECT_EQ(written.exit_code, 1);
   EXPECT_TRUE(Has(written.err, "full.npy: cannot be written: No space left")) << written.err;
   EXPECT_FALSE(Has(written.err, "wrote")) << written.err;
-  for (const char* command : {"model", "forward --json", "explain", "forward"}) {
+}
+
+TEST_F(CliTest, AStandardOutputThatIsFullExitsWithOne) {
+  server_ = ServerUnderTest::Start({.checkpoint = checkpoint_, .args = {"--allow_admin"}});
+  ASSERT_NE(server_, nullptr);
+  for (const char* command : {"model", "status", "status --json", "status --watch=10ms", "forward",
+                              "forward --json", "explain", "bench --requests=2"}) {
     const FinishedProcess result =
         RunToEnd({.path = "/bin/sh",
                   .args = {"-c", absl::StrCat("exec ", SiblingBinary("expertmesh"), " ", command,
-                                              " ", target_, " > /dev/full")}});
+                                              " --target=", server_->address(), " > /dev/full")}});
     EXPECT_EQ(result.exit_code, 1) << command;
-    EXPECT_TRUE(Has(result.err, "standard output cannot be written: No space left"))
-        << command << result.err;
+    EXPECT_TRUE(Has(result.err, "standard output cannot be written")) << command << result.err;
   }
 }
 
