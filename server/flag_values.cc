@@ -1,5 +1,7 @@
 #include "server/flag_values.h"
 
+#include <cstdlib>
+
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -35,6 +37,10 @@ absl::StatusOr<std::shared_ptr<CudaDevice>> OpenDeviceFlag(const std::string& va
     return absl::InvalidArgumentError(
         absl::StrCat("--device is '", value, "'; known: cpu, cuda:0, cuda:1, ..."));
   }
+  // Else each kernel's code is loaded at its first launch, in a step: that takes a client's time,
+  // and may wait for all that the device does, an exchange with other ranks included. Whoever has
+  // set it knows better.
+  setenv("CUDA_MODULE_LOADING", "EAGER", /*replace=*/0);
   absl::StatusOr<std::shared_ptr<CudaDevice>> device = OpenCudaOfThisBuild(index, options);
   if (device.ok()) return device;
   return absl::Status(device.status().code(),

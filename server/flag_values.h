@@ -24,7 +24,8 @@ namespace expertmesh {
 // nullopt for "auto".
 absl::StatusOr<std::optional<CpuIsa>> ParseIsaFlag(const std::string& name);
 // The GPU of "cuda:N", open: FAILED_PRECONDITION "--device=cuda:0: <why>" when it is not to be had.
-// Null for "cpu".
+// Null for "cpu". Sets CUDA_MODULE_LOADING in the environment: call it before there are threads,
+// which might be reading that.
 absl::StatusOr<std::shared_ptr<CudaDevice>> OpenDeviceFlag(const std::string& value,
                                                            const CudaDeviceOptions& options = {});
 // Logs a warning when the device is one on which this build is slow. Null is fine.

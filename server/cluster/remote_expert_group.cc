@@ -36,7 +36,7 @@ absl::StatusOr<std::unique_ptr<RemoteExpertGroup>> RemoteExpertGroup::Create(
   membership.incarnation = NewIncarnation();
   membership.ep_size = options.ep_size;
   membership.heartbeat_timeout = options.heartbeat_timeout;
-  membership.form_timeout = options.form_timeout;
+  membership.form_timeout = options.form_timeout + kDeviceConnectTimeout;
   membership.teardown_timeout = options.teardown_timeout;
   for (const ModelSpec* model : models) {
     ExpectedModel expected;

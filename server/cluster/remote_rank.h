@@ -10,6 +10,10 @@
 
 namespace expertmesh {
 
+// What ranks on GPUs have beyond the time in which ranks find each other, for NCCL to connect them:
+// seconds, where there are many.
+inline constexpr absl::Duration kDeviceConnectTimeout = absl::Seconds(30);
+
 // A rank in another process, which forms its communicators itself. Nothing here blocks or calls
 // back into the caller before it returns (RunStep may: an error is known at once); what the rank
 // answers comes to RemoteExpertGroup. Thread safe, but commands go out in the order of the calls.

@@ -9,6 +9,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/base/steady_now.h"
+#include "kernels/base/stream.h"
 #include "server/comm/nccl_exchange.h"
 #include "server/comm/nccl_operation.h"
 #include "server/comm/placed_communicator.h"
@@ -19,6 +20,9 @@ namespace {
 using Result = NcclFunctions::Result;
 
 constexpr std::chrono::milliseconds kInitPollInterval(1);
+constexpr absl::Duration kCancelPollInterval = absl::Milliseconds(10);
+// Of what each rank sends each other one to connect them.
+constexpr int64_t kFirstBytes = 64;
 
 class NcclCommunicator : public PlacedCommunicator {
  public:
@@ -94,6 +98,11 @@ absl::StatusOr<NcclFunctions::UniqueId> ShareUniqueId(const NcclCommunicatorPara
   return id;
 }
 
+absl::Status TookTooLong(int32_t ep_rank) {
+  return absl::DeadlineExceededError(
+      absl::StrCat("rank ", ep_rank, ": NCCL did not connect the ranks in time"));
+}
+
 // Until all ranks have come.
 absl::Status WaitForInit(const NcclCommunicatorParams& params, NcclFunctions::Comm comm) {
   while (true) {
@@ -107,12 +116,65 @@ absl::Status WaitForInit(const NcclCommunicatorParams& params, NcclFunctions::Co
       return absl::CancelledError("the epoch was given up");
     }
     if (status = params.control->status(); !status.ok()) return status;
-    if (SteadyNow() >= params.deadline) {
-      return absl::DeadlineExceededError(
-          absl::StrCat("rank ", params.ep_rank, ": NCCL did not connect the ranks in time"));
-    }
+    if (SteadyNow() >= params.deadline) return TookTooLong(params.ep_rank);
     std::this_thread::sleep_for(kInitPollInterval);
   }
+}
+
+// As Stream::Wait, but gives up when it is to.
+absl::Status WaitForExchange(const NcclCommunicatorParams& params, const Communicator& communicator,
+                             Stream& stream) {
+  while (true) {
+    const absl::Status status =
+        stream.Wait(std::min(params.deadline, SteadyNow() + kCancelPollInterval));
+    if (!absl::IsDeadlineExceeded(status)) return status;
+    // Broken meanwhile, maybe by a deadline of its own.
+    if (absl::Status broken = communicator.status(); !broken.ok()) return broken;
+    if (params.cancelled != nullptr && params.cancelled->load()) {
+      return absl::CancelledError("the epoch was given up");
+    }
+    if (SteadyNow() >= params.deadline) return TookTooLong(params.ep_rank);
+  }
+}
+
+// One exchange of each kind: by sends and receives between each two ranks, by NCCL's own
+// all-to-all, by its all-gather. In the order of the calls, before any operation that has a place.
+absl::Status ConnectPeers(const NcclCommunicatorParams& params, Communicator& communicator) {
+  const absl::StatusOr<Buffer> memory =
+      params.allocator->Allocate(2 * params.ep_size * kFirstBytes);
+  const std::vector<int64_t> to_all(params.ep_size, kFirstBytes);
+  std::vector<int64_t> to_others = to_all;
+  to_others[params.ep_rank] = 0;
+  const std::unique_ptr<Stream> stream = NewInlineHostStream();
+  // Without memory the rank is to say so, rather than be waited for.
+  absl::Status status = memory.status();
+  CollectiveTag tag;
+  tag.incarnation = params.incarnation;
+  tag.epoch = params.epoch;
+  for (const std::vector<int64_t>& bytes : {to_others, to_all}) {
+    if (!status.ok()) break;
+    AllToAllVParams exchange;
+    exchange.tag = tag;
+    exchange.send = memory->data();
+    exchange.send_bytes = bytes;
+    exchange.receive = memory->data() + params.ep_size * kFirstBytes;
+    exchange.receive_bytes = bytes;
+    status = communicator.AllToAllV(exchange, *stream);
+    ++tag.operation;
+  }
+  if (status.ok()) {
+    AllGatherVParams gather;
+    gather.tag = tag;
+    gather.send = memory->data();
+    gather.receive = memory->data() + params.ep_size * kFirstBytes;
+    gather.receive_bytes = to_all;
+    status = communicator.AllGatherV(gather, *stream);
+  }
+  if (status.ok()) status = WaitForExchange(params, communicator, *stream);
+  if (status.ok()) return status;
+  // Until it has returned the device may write into the memory.
+  communicator.Abort(status);
+  return absl::Status(status.code(), absl::StrCat("connecting the ranks: ", status.message()));
 }
 
 }  // namespace
@@ -153,7 +215,11 @@ absl::StatusOr<std::unique_ptr<Communicator>> NewNcclCommunicator(NcclCommunicat
     exchange->Stop();
     return status;
   }
-  return std::make_unique<NcclCommunicator>(std::move(exchange));
+  auto communicator = std::make_unique<NcclCommunicator>(std::move(exchange));
+  if (params.ep_size > 1 && params.allocator != nullptr) {
+    if (status = ConnectPeers(params, *communicator); !status.ok()) return status;
+  }
+  return communicator;
 }
 
 }  // namespace expertmesh

@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "kernels/base/buffer.h"
 #include "server/comm/communicator.h"
 #include "server/comm/nccl_functions.h"
 #include "server/comm/rendezvous_store.h"
@@ -25,7 +26,9 @@ struct NcclCommunicatorParams {
   // A communicator of host memory among the same ranks, whose operations have no places
   // (NewTcpCommunicator): the ranks agree over it before NCCL moves a byte.
   std::unique_ptr<Communicator> control;
-  RendezvousStore* store = nullptr;              // used during the call only
+  RendezvousStore* store = nullptr;  // used during the call only
+  // Of device memory, used during the call only. Null: peers connect at their first operation.
+  Allocator* allocator = nullptr;
   absl::Time deadline = absl::InfiniteFuture();  // for the communicator to stand
   const std::atomic<bool>* cancelled = nullptr;  // as TcpMeshParams
   // For NCCL to take one operation, for that to end, from when it is the first of those that NCCL
@@ -45,6 +48,11 @@ struct NcclCommunicatorParams {
 // One rank's communicator of an epoch over NCCL, for device memory. Collective; blocks until all
 // ranks have come. Errors of the store, of `control` and DEADLINE_EXCEEDED, CANCELLED; UNAVAILABLE
 // what NCCL says of peers and the network, INTERNAL what it says of itself and the device.
+//
+// NCCL connects two ranks when one first sends to the other, and the ranks of a collective when
+// they first call it, which takes up to a second. So a few bytes go each way that rows take before
+// the communicator stands: no client waits for it, and ranks that cannot reach each other do not
+// form an epoch. Nothing else of it stays, but that bytes_sent and wait_nanos count it.
 //
 // NCCL checks nothing that it is told: counts that differ hang it, and so does a peer that has
 // gone. So each operation is agreed on first, over `control`: kind, tag (which `control` compares)

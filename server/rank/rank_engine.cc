@@ -115,6 +115,11 @@ std::unique_ptr<Communicator> RankEngine::EnterEpoch(uint64_t incarnation, uint6
   communicator_.swap(communicator);
   const std::lock_guard<std::mutex> lock(traffic_mutex_);
   taken_ = RankTraffic();
+  if (communicator_ != nullptr) {
+    // What connected the ranks is no step's.
+    taken_.bytes_sent = communicator_->bytes_sent();
+    taken_.wait_nanos = communicator_->wait_nanos();
+  }
   return communicator;
 }
 

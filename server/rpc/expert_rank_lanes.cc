@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/base/steady_now.h"
+#include "server/cluster/remote_rank.h"
 #include "server/comm/in_process_communicator.h"
 #include "server/comm/nccl_communicator.h"
 #include "server/comm/tcp_communicator.h"
@@ -142,7 +143,8 @@ absl::StatusOr<std::unique_ptr<Communicator>> ExpertRank::Impl::Connect(
   params.functions = options.nccl.functions;
   params.control = *std::move(over_host);
   params.store = own_store.get();
-  params.deadline = deadline;
+  params.allocator = engine.backend().device_allocator().get();
+  params.deadline = deadline + kDeviceConnectTimeout;
   params.cancelled = &give_up;
   params.operation_timeout = operation_timeout;
   params.on_stuck_abort = options.nccl.on_stuck_abort;

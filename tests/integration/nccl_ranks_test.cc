@@ -26,6 +26,7 @@ namespace expertmesh {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 constexpr v1::DispatchMode kModes[] = {v1::DISPATCH_MODE_AUTO, v1::DISPATCH_MODE_ALL_TO_ALL,
                                        v1::DISPATCH_MODE_ALL_TO_ALL_FIXED_CAPACITY,
@@ -145,6 +146,53 @@ TEST_P(NcclRanksTest, RanksThatRouteGiveTheBytesOfOneProcess) {
     if (request.hidden_states().shape(0) == 0) continue;
     EXPECT_EQ(outcome.response.served_by().strategy(),
               v1::DISPATCH_MODE_ALLGATHER_REDUCESCATTER_MONOLITHIC);
+  }
+}
+
+// What NCCL puts off to the first call of each kind is behind when the epoch stands, and so is what
+// CUDA puts off to each kernel's first launch.
+TEST_P(NcclRanksTest, PeersAreConnectedBeforeTheEpochStands) {
+  RankCluster::Options options = NcclCluster(GetParam(), kRankCheckpoint);
+  options.control_args = {"--allow_dispatch_option"};
+  const auto cluster = RankCluster::Start(options);
+  ASSERT_NE(cluster, nullptr);
+  std::vector<std::string> before;
+  for (int32_t rank = 0; rank < GetParam(); ++rank) {
+    SCOPED_TRACE(absl::StrCat("rank ", rank));
+    ASSERT_TRUE(cluster->rank(rank).WaitForLine("in an epoch", kPlenty).ok());
+    const std::string all = cluster->rank(rank).Stderr();
+    before.push_back(all.substr(0, all.find("in an epoch")));
+    EXPECT_THAT(before.back(), HasSubstr("CUDA_MODULE_LOADING=EAGER\n"));
+    for (int32_t peer = 0; peer < GetParam(); ++peer) {
+      if (peer == rank) continue;
+      for (const char* const call : {"ncclSend", "ncclAlltoAll", "ncclAllGather"}) {
+        EXPECT_THAT(before.back(), HasSubstr(absl::StrCat("rank ", rank, " connects to rank ", peer,
+                                                          " for ", call, "\n")));
+      }
+    }
+  }
+  // No step connects anything.
+  const auto model = cluster->control().GetModel("");
+  ASSERT_TRUE(model.ok());
+  v1::ForwardRequest request = RandomRequest(*model, 1);
+  for (const v1::DispatchMode mode : kModes) {
+    request.mutable_options()->set_dispatch(mode);
+    const CallOutcome outcome = cluster->control().Forward(request);
+    ASSERT_TRUE(outcome.ok()) << outcome;
+  }
+  for (int32_t rank = 0; rank < GetParam(); ++rank) {
+    const std::string after = cluster->rank(rank).Stderr().substr(before[rank].size());
+    EXPECT_THAT(after, Not(HasSubstr("connects to")));
+  }
+}
+
+TEST(NcclGroupTest, WhoeverHasSetHowCudaLoadsKeepsIt) {
+  RankCluster::Options options = NcclCluster(2, kRankCheckpoint);
+  options.rank_environment = {"CUDA_MODULE_LOADING=LAZY"};
+  const auto cluster = RankCluster::Start(options);
+  ASSERT_NE(cluster, nullptr);
+  for (int32_t rank = 0; rank < 2; ++rank) {
+    EXPECT_TRUE(cluster->rank(rank).WaitForLine("CUDA_MODULE_LOADING=LAZY", kPlenty).ok());
   }
 }
 

@@ -174,6 +174,7 @@ Result FakeNccl::CommAbort(Comm comm) {
     state_->changed.wait(lock, [found] { return found->num_kernels == 0; });
   }
   found->enqueue = nullptr;
+  found->abort_returned = true;
   // Not freed yet: its kernels may still stand in a stream's queue.
   return Result::kSuccess;
 }

@@ -31,6 +31,7 @@ struct FakeComm {
   bool initialized = false;
   bool finalizing = false;
   bool aborted = false;
+  bool abort_returned = false;
   int num_kernels = 0;            // that run
   std::function<void()> enqueue;  // when the call in progress is over
 };
@@ -98,7 +99,7 @@ struct FakeNccl::State {
 
   void FreeAborted() {
     std::erase_if(comms, [](FakeComm* comm) {
-      const bool is_free = comm->aborted && comm->num_kernels == 0;
+      const bool is_free = comm->abort_returned && comm->num_kernels == 0;
       if (is_free) delete comm;
       return is_free;
     });

@@ -39,6 +39,7 @@ struct ncclComm {
   bool finalizing = false;
   bool said_farewell = false;
   std::function<void()> enqueue;  // when the call in progress is over
+  std::set<std::pair<Kind, int>> connected;
 };
 
 namespace {
@@ -77,6 +78,17 @@ ncclComm& Find(ncclComm* comm, const char* call) {
   return *comm;
 }
 
+// As NCCL, which connects ranks when a call first needs it; tells of it.
+void Connect(ncclComm& comm, const NcclSocketLinks::Part& part) {
+  if (part.peer == comm.links->rank()) return;
+  if (!comm.connected.emplace(part.kind, part.peer).second) return;
+  const char* const call = part.kind == Kind::kPoint       ? "ncclSend"
+                           : part.kind == Kind::kAllGather ? "ncclAllGather"
+                                                           : "ncclAlltoAll";
+  std::fprintf(stderr, "nccl_over_sockets: rank %d connects to rank %d for %s\n",
+               comm.links->rank(), part.peer, call);
+}
+
 ncclResult_t Enqueue(Group group) {
   if (group.parts.empty()) return ncclSuccess;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -86,6 +98,7 @@ ncclResult_t Enqueue(Group group) {
   }
   const std::shared_ptr<NcclSocketLinks::Kernel> kernel = comm.links->NewKernel();
   for (NcclSocketLinks::Part& part : group.parts) {
+    Connect(comm, part);
     kernel->parts.push_back(std::make_shared<NcclSocketLinks::Part>(std::move(part)));
   }
   comm.polls_left = kPollsInProgress;
@@ -197,8 +210,11 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int num_ranks, ncclUniqueI
   // Else it would take more multiprocessors than products of experts leave.
   if (config->maxCTAs == NCCL_CONFIG_UNDEF_INT) Misuse("ncclCommInitRankConfig", "no maxCTAs");
   const char* const interface = std::getenv("NCCL_SOCKET_IFNAME");
-  std::fprintf(stderr, "nccl_over_sockets: rank %d of %d, NCCL_SOCKET_IFNAME%s\n", rank, num_ranks,
-               interface == nullptr ? " is not set" : interface);
+  const char* const loading = std::getenv("CUDA_MODULE_LOADING");
+  std::fprintf(stderr,
+               "nccl_over_sockets: rank %d of %d, NCCL_SOCKET_IFNAME%s, CUDA_MODULE_LOADING=%s\n",
+               rank, num_ranks, interface == nullptr ? " is not set" : interface,
+               loading == nullptr ? "" : loading);
   NcclSocketLinks::Params params;
   params.group = std::string(id.internal, 32);
   params.num_ranks = num_ranks;
