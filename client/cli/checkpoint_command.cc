@@ -70,7 +70,7 @@ absl::Status Run(const std::vector<std::string>& /*given*/) {
   const std::string directory = absl::GetFlag(FLAGS_out);
   if (directory.empty()) return FlagError("--out is missing; it takes a folder to write to");
 
-  if (options.topk < 1 || options.topk > options.num_experts) {
+  if (options.num_experts >= 1 && (options.topk < 1 || options.topk > options.num_experts)) {
     return FlagError(absl::StrCat("--experts_per_token is ", options.topk,
                                   "; it takes 1 to --num_experts, which is ", options.num_experts));
   }

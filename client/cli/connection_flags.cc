@@ -11,8 +11,9 @@
 #include "client/cli/flag_error.h"
 #include "server/ops/listen_address.h"
 
-ABSL_FLAG(std::string, target, "127.0.0.1:50051",
-          "HOST:PORT of the service, or any name that gRPC resolves");
+ABSL_FLAG(
+    std::string, target, "127.0.0.1:50051",
+    "HOST:PORT of the service, or a gRPC target that begins with dns:, ipv4:, ipv6: or unix:");
 ABSL_FLAG(absl::Duration, timeout, absl::Seconds(30),
           "time for a call, retries included, e.g. 500ms, 10s or 2m");
 ABSL_FLAG(int, max_attempts, 4,

@@ -96,10 +96,6 @@ absl::StatusOr<int> AdoptServersChoice(ExpertClient& client, ForwardJob& job) {
   v1::ExplainRequest explain;
   *explain.mutable_request() = *request;
   explain.set_max_tokens(kMaxExplainedTokens);
-  if (job.input.num_tokens > kMaxExplainedTokens) {
-    return FlagError(absl::StrCat("--check with --routing=logits or gate takes at most ",
-                                  kMaxExplainedTokens, " tokens"));
-  }
   const absl::StatusOr<v1::ExplainResponse> answer =
       client.Explain(explain, CallOptionsFromFlags());
   if (!answer.ok()) return answer.status();
@@ -139,6 +135,15 @@ absl::Status PrepareForAnswer(const v1::GetModelResponse& model, const ForwardJo
     }
   }
   if (const std::string directory = absl::GetFlag(FLAGS_check); !directory.empty()) {
+    if (!std::holds_alternative<TopKRouting>(job.input.routing) &&
+        job.input.num_tokens > kMaxExplainedTokens) {
+      const std::string fault =
+          absl::StrCat("--check with --routing=logits or gate takes at most ", kMaxExplainedTokens,
+                       " tokens, not ", job.input.num_tokens);
+      // As many tokens as a file has are no fault of the command line.
+      return absl::GetFlag(FLAGS_hidden).empty() ? FlagError(fault)
+                                                 : absl::InvalidArgumentError(fault);
+    }
     absl::StatusOr<std::unique_ptr<CheckpointWeightSource>> opened =
         OpenServedCheckpoint(directory, model);
     if (!opened.ok()) return opened.status();

@@ -33,7 +33,8 @@ class StepArena {
   absl::StatusOr<absl::Span<T>> AllocateSpan(int64_t count);
 
   // Forgets all allocations, keeps the memory as it is: a repeated step asks for none, and finds
-  // its allocations at their old addresses, whatever came between. Memory in one piece would be
+  // its allocations at their old addresses, whatever came between (unless memory was short, which
+  // gives chunks back). Memory in one piece would be
   // asked for anew, and fresh memory is dear: its pages' first touch took ten times as long as the
   // step that used it. What is kept is at most four times what the largest step allocated.
   void Reset();

@@ -152,12 +152,14 @@ void RemoteExpertGroup::PlanOrder(const MembershipAction& action) {
 void RemoteExpertGroup::Act(std::unique_lock<std::mutex>& lock) {
   for (const MembershipAction& action : membership_.TakeActions()) PlanOrder(action);
   const EpochEnd& end = membership_.last_end();
+  const LogLevel level =
+      end.kind == EpochEndKind::kControlPlaneStops ? LogLevel::kInfo : LogLevel::kWarning;
   const uint64_t forming = membership_.forming_epoch();
   if (const uint64_t formed = std::exchange(forming_epoch_, forming);
       formed != 0 && formed != forming) {
     if (membership_.epoch() != formed) {
-      LogWarning("an epoch did not come to stand",
-                 {{"epoch", formed}, {"why", end.reason.message()}});
+      Log(level, "an epoch did not come to stand",
+          {{"epoch", formed}, {"why", end.reason.message()}});
     }
     // Its secrets are of no use any more, and nobody may wait for them.
     orders_.push_back(
@@ -166,8 +168,7 @@ void RemoteExpertGroup::Act(std::unique_lock<std::mutex>& lock) {
   const uint64_t epoch = membership_.epoch();
   if (const uint64_t last = epoch_.exchange(epoch, std::memory_order_acq_rel); last != epoch) {
     if (last != 0) {
-      Log(end.kind == EpochEndKind::kControlPlaneStops ? LogLevel::kInfo : LogLevel::kWarning,
-          "an epoch ended", {{"epoch", last}, {"why", end.reason.message()}});
+      Log(level, "an epoch ended", {{"epoch", last}, {"why", end.reason.message()}});
       for (const std::shared_ptr<RunningStep>& run : running_) {
         orders_.push_back([run, lost = CallError(ErrorReason::kStepLost, end.reason.message())] {
           run->OnLost(lost);
@@ -241,6 +242,9 @@ absl::Status RemoteExpertGroup::Attach(uint64_t incarnation, uint64_t member_id,
 absl::Status RemoteExpertGroup::Heartbeat(uint64_t incarnation, uint64_t member_id,
                                           int64_t memory_used_bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  // Nobody is a member of a group that is closed; why is said by each rank's stream alone, lest
+  // two words of it race.
+  if (closed_) return absl::OkStatus();
   return membership_.Heartbeat(incarnation, member_id, memory_used_bytes);
 }
 

@@ -33,7 +33,7 @@ struct HeldRows {
 
 constexpr absl::Duration kTimeToRead = absl::Milliseconds(500);
 // All that is known of a peer that went without a word.
-constexpr char kGone[] = "its stream ended (its process or its connection is gone)";
+constexpr char kGone[] = "its stream ended (its process or its connection is gone, or it gave up)";
 
 }  // namespace
 

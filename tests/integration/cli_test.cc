@@ -92,6 +92,27 @@ TEST_F(CliTest, ACheckAgainstOtherWeightsIsRefusedBeforeTheCall) {
   EXPECT_EQ(server_->Metric("expertmesh_steps_total"), 0);
 }
 
+// How many tokens a file has is no fault of the command line; a server's experts are fetched for a
+// check by one Explain, which takes so many.
+TEST_F(CliTest, ACheckOfTooManyTokensIsRefusedBeforeTheCall) {
+  const std::string file = directory_ + "/many.npy";
+  ASSERT_EQ(
+      Cli({"forward", "--tokens=4097", "--dtype=float32", absl::StrCat("--output=", file), target_})
+          .exit_code,
+      0);
+  const int64_t num_steps = server_->Metric("expertmesh_steps_total");
+  const std::pair<std::string, int> cases[] = {{absl::StrCat("--hidden=", file), 1},
+                                               {"--tokens=4097", 2}};
+  for (const auto& [tokens, exit_code] : cases) {
+    const FinishedProcess result =
+        Cli({"forward", tokens, "--routing=gate", absl::StrCat("--check=", checkpoint_), target_});
+    EXPECT_EQ(result.exit_code, exit_code) << result.err;
+    EXPECT_EQ(result.out, "");
+    EXPECT_TRUE(Has(result.err, "takes at most 4096 tokens, not 4097")) << result.err;
+  }
+  EXPECT_EQ(server_->Metric("expertmesh_steps_total"), num_steps);
+}
+
 // The same tensors, read another way.
 TEST_F(CliTest, ACheckAgainstAnotherActivationFails) {
   const std::string other = directory_ + "/other";
@@ -353,6 +374,7 @@ TEST(CliUsageTest, WrongFlagsExitWithTwoAndSayWhatIsValid) {
        "architecture 'Mine' is unknown; known are"},
       {{"checkpoint", "--out=x", "--experts_per_token=17"},
        "--experts_per_token is 17; it takes 1 to --num_experts, which is 16"},
+      {{"checkpoint", "--out=/tmp/none", "--num_experts=0"}, "num_experts"},
       {{"model", "--target="}, "--target is ''; expected host:port"},
       {{"status", "--target=here"}, "--target is 'here'; expected host:port or [v6]:port"},
       {{"bench", "--target=127.0.0.1:99999"}, "--target is '127.0.0.1:99999'; expected host:port"},
