@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what is missing, builds everything and runs every test.
 # usage: tests/run.sh [--release|--asan|--tsan|--cuda|--cuda-parts|--cuda-asan] [-R REGEX]
-#   --release   (default) also checks the formatting and the protos
+#   --release   (default) also checks the formatting and the protos, without -R
 #   --asan      AddressSanitizer, LeakSanitizer and UBSan
 #   --tsan      ThreadSanitizer
 #   --cuda      the release build with the CUDA kernels, compiled for a GPU and tested on the CPU
@@ -78,7 +78,7 @@ choose_tests() {
 }
 
 phase install deploy/install_deps.sh "${dependencies[@]}"
-if [[ $preset == release ]]; then
+if [[ $preset == release && -z $regex ]]; then
   phase format check_format
   phase protos check_protos
 fi
