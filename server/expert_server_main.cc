@@ -145,6 +145,8 @@ absl::StatusOr<ExpertServerOptions> ReadFlags(const std::vector<std::string>& gi
 }
 
 // NCCL takes no address for its own sockets: without this it would take any network that it finds.
+// And it would connect what a collective of a size needs when one of that size first comes, in a
+// client's call.
 // Before there are threads, which might be reading the environment.
 absl::Status BindNccl(const std::string& bind_address) {
   const absl::StatusOr<std::string> interface = InterfaceOfAddress(bind_address);
@@ -153,6 +155,7 @@ absl::Status BindNccl(const std::string& bind_address) {
   }
   // Whoever has set it knows better. "=": this very name.
   setenv("NCCL_SOCKET_IFNAME", absl::StrCat("=", *interface).c_str(), /*replace=*/0);
+  setenv("NCCL_RUNTIME_CONNECT", "0", /*replace=*/0);
   return absl::OkStatus();
 }
 

@@ -16,6 +16,8 @@ namespace {
 
 using Placements = std::map<std::string, std::map<int32_t, Placement>, std::less<>>;
 
+constexpr absl::Duration kTimeToSayWhy = absl::Seconds(2);
+
 absl::Status StopReason() {
   return CallError(ErrorReason::kDraining, "the control plane is stopping");
 }
@@ -36,7 +38,8 @@ absl::StatusOr<std::unique_ptr<RemoteExpertGroup>> RemoteExpertGroup::Create(
   membership.incarnation = NewIncarnation();
   membership.ep_size = options.ep_size;
   membership.heartbeat_timeout = options.heartbeat_timeout;
-  membership.form_timeout = options.form_timeout + kDeviceConnectTimeout;
+  // Later than the ranks give up, so that they come to say why.
+  membership.form_timeout = options.form_timeout + kDeviceConnectTimeout + kTimeToSayWhy;
   membership.teardown_timeout = options.teardown_timeout;
   for (const ModelSpec* model : models) {
     ExpectedModel expected;

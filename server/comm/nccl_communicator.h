@@ -50,7 +50,8 @@ struct NcclCommunicatorParams {
 // what NCCL says of peers and the network, INTERNAL what it says of itself and the device.
 //
 // NCCL connects two ranks when one first sends to the other, and the ranks of a collective when
-// they first call it, which takes up to a second. So a few bytes go each way that rows take before
+// they first call it (by what a size of it needs, if NCCL_RUNTIME_CONNECT is not 0), which takes up
+// to a second. So a few bytes go each way that rows take before
 // the communicator stands: no client waits for it, and ranks that cannot reach each other do not
 // form an epoch. Nothing else of it stays, but that bytes_sent and wait_nanos count it.
 //

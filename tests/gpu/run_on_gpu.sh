@@ -2,7 +2,7 @@
 # Checks and times ExpertMesh on a GPU in under 8 minutes: facts of the machine, kernels against their references, NCCL
 # with one rank, gpu_bench, a control plane and an expert server on the GPU that answer calls, kernels under
 # compute-sanitizer. Each part is a process group with a time limit: what fails or hangs does not keep the rest from
-# running. One table at the end; it fits what a caller sees that keeps the last 12,000 characters.
+# running. One table at the end: of it, a caller that keeps the last 12,000 characters may miss some of the tiles alone.
 # usage: run_on_gpu.sh [--bundle FILE.tar.gz] [--out DIR] [--nccl FILE] [--cublas FILE] [--only PART[,PART...]]
 #                      [--seconds N]
 #   --bundle FILE   of make_bundle.sh; default: the one that this script lies in, else build/expertmesh_gpu_bundle.tar.gz
@@ -55,7 +55,8 @@ else
 fi
 bin=$root/bin
 
-if ! nvidia-smi > /dev/null 2>&1 && [[ ! -e /dev/nvidiactl ]]; then
+# nvidia-smi may hang where a driver is lost; that is for a part with a limit.
+if [[ ! -e /dev/nvidiactl ]] && ! nvidia-smi > /dev/null 2>&1; then
   "$bin/gpu_bench"
   echo "run_on_gpu: there is no GPU here" >&2
   exit 77
@@ -101,6 +102,8 @@ part() {
       code=124
       kill -TERM -- "-$pid" 2>/dev/null
       await_end "$pid" 2
+      # What expert servers had said, which a part that ends prints itself.
+      [[ $name != serve ]] || cat "$scratch"/*.rank >> "$log" 2>/dev/null
     fi
     # What it left behind would keep memory of the GPU.
     kill -KILL -- "-$pid" 2>/dev/null
@@ -333,12 +336,16 @@ for part in ("tiles", "rows", "prefill", "deepseek", "step"):
 lines = []
 seen = set()
 for part, figures in bench.items():
+    if part == "rows":
+        seen.clear()  # the tiles' may be cut off, and the limits with them
     lines.append(f"{part}, {figures['device']}")
     for row in figures["results"]:
+        if row["value"] is None:
+            continue  # no number, in JSON
         # The limits, which each part finds again.
-        if row["name"] in seen and "limit" not in row:
+        if (row["name"], row["unit"]) in seen and "limit" not in row:
             continue
-        seen.add(row["name"])
+        seen.add((row["name"], row["unit"]))
         text = f"{row['name']:<60} {row['value']:8.1f} {row['unit']:<7}"
         if "ratio" in row:
             text += f" {row['ratio']:5.2f} of {row['limit']:.0f} {row['limit_name']}"

@@ -162,7 +162,7 @@ TEST_P(NcclRanksTest, PeersAreConnectedBeforeTheEpochStands) {
     ASSERT_TRUE(cluster->rank(rank).WaitForLine("in an epoch", kPlenty).ok());
     const std::string all = cluster->rank(rank).Stderr();
     before.push_back(all.substr(0, all.find("in an epoch")));
-    EXPECT_THAT(before.back(), HasSubstr("CUDA_MODULE_LOADING=EAGER\n"));
+    EXPECT_THAT(before.back(), HasSubstr("NCCL_RUNTIME_CONNECT=0, CUDA_MODULE_LOADING=EAGER\n"));
     for (int32_t peer = 0; peer < GetParam(); ++peer) {
       if (peer == rank) continue;
       for (const char* const call : {"ncclSend", "ncclAlltoAll", "ncclAllGather"}) {
@@ -186,13 +186,15 @@ TEST_P(NcclRanksTest, PeersAreConnectedBeforeTheEpochStands) {
   }
 }
 
-TEST(NcclGroupTest, WhoeverHasSetHowCudaLoadsKeepsIt) {
+TEST(NcclGroupTest, WhoeverHasSetWhatIsPutOffKeepsIt) {
   RankCluster::Options options = NcclCluster(2, kRankCheckpoint);
-  options.rank_environment = {"CUDA_MODULE_LOADING=LAZY"};
+  options.rank_environment = {"CUDA_MODULE_LOADING=LAZY", "NCCL_RUNTIME_CONNECT=1"};
   const auto cluster = RankCluster::Start(options);
   ASSERT_NE(cluster, nullptr);
   for (int32_t rank = 0; rank < 2; ++rank) {
-    EXPECT_TRUE(cluster->rank(rank).WaitForLine("CUDA_MODULE_LOADING=LAZY", kPlenty).ok());
+    EXPECT_TRUE(cluster->rank(rank)
+                    .WaitForLine("NCCL_RUNTIME_CONNECT=1, CUDA_MODULE_LOADING=LAZY", kPlenty)
+                    .ok());
   }
 }
 

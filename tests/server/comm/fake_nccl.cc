@@ -25,9 +25,7 @@ FakeNccl::FakeNccl(bool has_all_to_all, LaunchKernel launch_kernel)
 
 FakeNccl::~FakeNccl() {
   ReleaseAborts();
-  // What was left behind in a hung abort: streams first, for their kernels know communicators.
   state_->device.DestroyStreams();
-  for (FakeComm* comm : state_->comms) delete comm;
 }
 
 void FakeNccl::SetFaults(int32_t rank, const Faults& faults) {
@@ -90,16 +88,16 @@ Result FakeNccl::CommInitRank(Comm* comm, int32_t num_ranks, const UniqueId& id,
   const State::Lock lock(state_->mutex);
   const Faults& fault = state_->faults[rank];
   if (fault.init != Result::kSuccess && !fault.init_late) return fault.init;
-  auto* const made = new FakeComm;
+  const auto made = std::make_shared<FakeComm>();
   made->rank = rank;
   made->num_ranks = num_ranks;
   made->group = std::string(id.begin(), id.end());
-  state_->comms.insert(made);
+  state_->comms[made.get()] = made;
   if (!fault.init_never_ends && fault.init == Result::kSuccess &&
       !state_->joined[made->group].insert(rank).second) {
     state_->Misuse("one rank twice");
   }
-  *comm = made;
+  *comm = made.get();
   return Result::kInProgress;
 }
 
@@ -130,6 +128,7 @@ Result FakeNccl::CommGetAsyncError(Comm comm, Result* error) {
   if (found->enqueue != nullptr && fault.enqueue_never_ends) return Result::kSuccess;
   if (found->polls_left > 0 && --found->polls_left > 0) return Result::kSuccess;
   *error = Result::kSuccess;
+  const std::shared_ptr<FakeComm> kept = found->shared_from_this();
   const std::function<void()> enqueue = std::exchange(found->enqueue, nullptr);
   if (enqueue != nullptr) ++state_->num_taken;
   lock.unlock();
@@ -154,7 +153,6 @@ Result FakeNccl::CommDestroy(Comm comm) {
     state_->Misuse("CommDestroy before CommFinalize was over");
   }
   state_->comms.erase(found);
-  delete found;
   return Result::kSuccess;
 }
 
@@ -162,6 +160,7 @@ Result FakeNccl::CommAbort(Comm comm) {
   State::Lock lock(state_->mutex);
   FakeComm* const found = state_->Find(comm, "CommAbort");
   if (found == nullptr) return Result::kInvalidArgument;
+  const std::shared_ptr<FakeComm> kept = found->shared_from_this();
   ++state_->num_aborts;
   if (state_->faults[found->rank].abort_hangs) {
     ++state_->num_hung_aborts;
@@ -174,8 +173,7 @@ Result FakeNccl::CommAbort(Comm comm) {
     state_->changed.wait(lock, [found] { return found->num_kernels == 0; });
   }
   found->enqueue = nullptr;
-  found->abort_returned = true;
-  // Not freed yet: its kernels may still stand in a stream's queue.
+  state_->comms.erase(found);
   return Result::kSuccess;
 }
 
@@ -254,15 +252,7 @@ absl::Status FakeNccl::StreamCreate(DeviceStream* stream) {
   return absl::OkStatus();
 }
 
-void FakeNccl::StreamDestroy(DeviceStream stream) {
-  state_->device.DestroyStream(stream);
-  FreeAborted();
-}
-
-void FakeNccl::FreeAborted() {
-  const State::Lock lock(state_->mutex);
-  state_->FreeAborted();
-}
+void FakeNccl::StreamDestroy(DeviceStream stream) { state_->device.DestroyStream(stream); }
 
 absl::Status FakeNccl::StreamSynchronize(DeviceStream stream) {
   state_->device.Synchronize(stream);

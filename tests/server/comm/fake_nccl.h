@@ -50,8 +50,6 @@ class FakeNccl : public NcclFunctions {
 
   // From now on, for this rank of every group.
   void SetFaults(int32_t rank, const Faults& faults);
-  // With LaunchKernel: after an aborted communicator's stream is done.
-  void FreeAborted();
   // Ends hung aborts and calls; returns when all aborts have ended.
   void ReleaseAborts();
   // EventQuery does not return before an abort.

@@ -46,10 +46,6 @@ class FakeNcclOnCuda : public NcclDeviceFunctions {
                   DeviceStream stream) override {
     return nccl_.AllToAll(send, receive, num_bytes, comm, stream);
   }
-  void StreamDestroy(DeviceStream stream) override {
-    NcclDeviceFunctions::StreamDestroy(stream);
-    nccl_.FreeAborted();
-  }
 
  private:
   FakeNccl nccl_;

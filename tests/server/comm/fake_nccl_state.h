@@ -23,7 +23,8 @@ namespace expertmesh {
 // How often CommGetAsyncError says that a call is in progress before it is over.
 constexpr int kPollsInProgress = 2;
 
-struct FakeComm {
+// Whoever is in a call of it, and what its stream has still to do, keeps it.
+struct FakeComm : std::enable_shared_from_this<FakeComm> {
   int32_t rank = 0;
   int32_t num_ranks = 1;
   std::string group;
@@ -31,7 +32,6 @@ struct FakeComm {
   bool initialized = false;
   bool finalizing = false;
   bool aborted = false;
-  bool abort_returned = false;
   int num_kernels = 0;            // that run
   std::function<void()> enqueue;  // when the call in progress is over
 };
@@ -67,7 +67,7 @@ struct FakeNccl::State {
   mutable std::mutex mutex;
   std::condition_variable changed;
   std::map<int32_t, Faults> faults;
-  std::set<FakeComm*> comms;
+  std::map<FakeComm*, std::shared_ptr<FakeComm>> comms;
   std::map<std::string, std::set<int32_t>> joined;  // ranks, by group
   FakeNcclTransfers transfers;
   std::string misuses;
@@ -92,22 +92,14 @@ struct FakeNccl::State {
   // Null, and a misuse, for one that is gone.
   FakeComm* Find(Comm comm, const char* call) {
     const auto found = comms.find(static_cast<FakeComm*>(comm));
-    if (found != comms.end() && !(*found)->aborted) return *found;
+    if (found != comms.end() && !found->first->aborted) return found->first;
     Misuse(absl::StrCat(call, " of a communicator that is gone"));
     return nullptr;
   }
 
-  void FreeAborted() {
-    std::erase_if(comms, [](FakeComm* comm) {
-      const bool is_free = comm->abort_returned && comm->num_kernels == 0;
-      if (is_free) delete comm;
-      return is_free;
-    });
-  }
-
   // What a group does on the device, in three steps of its stream.
   struct Kernel {
-    FakeComm* comm = nullptr;
+    std::shared_ptr<FakeComm> comm;
     std::vector<FakeNcclTransfers::Part> parts;
     bool begun = false;
   };
@@ -144,7 +136,7 @@ struct FakeNccl::State {
   Result Enqueue(const FakeNcclCalls& group) {
     Lock lock(mutex);
     if (group.comm == nullptr) return Result::kSuccess;
-    FakeComm* const comm = group.comm;
+    const std::shared_ptr<FakeComm> comm = group.comm->shared_from_this();
     if (comm->enqueue != nullptr || comm->polls_left > 0) {
       Misuse("a group on a communicator that is in progress");
       return Result::kInvalidUsage;
@@ -158,7 +150,8 @@ struct FakeNccl::State {
     }
     comm->polls_left = kPollsInProgress;
     comm->enqueue = [this, group] {
-      const auto kernel = std::make_shared<Kernel>(Kernel{group.comm, group.parts});
+      const auto kernel =
+          std::make_shared<Kernel>(Kernel{group.comm->shared_from_this(), group.parts});
       if (launch_kernel != nullptr) {
         launch_kernel(
             group.stream, [this, kernel] { Begin(*kernel); },

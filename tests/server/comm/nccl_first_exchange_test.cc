@@ -174,9 +174,10 @@ TEST_F(NcclFirstExchangeTest, RanksThatDoNotReachEachOtherHaveADeadline) {
     SetFaults(1, Result::kSuccess, true);
     (of_the_epoch ? timeout_ : operation_timeout_) = absl::Milliseconds(300);
     for (const auto& rank : Connect(2)) {
-      // Whoever notices first tells the other.
+      // Whoever notices first tells the other, or has left before it came to the exchange.
       EXPECT_THAT(rank.status().code(),
-                  AnyOf(absl::StatusCode::kDeadlineExceeded, absl::StatusCode::kAborted))
+                  AnyOf(absl::StatusCode::kDeadlineExceeded, absl::StatusCode::kAborted,
+                        absl::StatusCode::kUnavailable))
           << rank.status();
     }
     timeout_ = operation_timeout_ = absl::Seconds(60);

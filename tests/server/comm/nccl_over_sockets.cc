@@ -211,10 +211,12 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int num_ranks, ncclUniqueI
   if (config->maxCTAs == NCCL_CONFIG_UNDEF_INT) Misuse("ncclCommInitRankConfig", "no maxCTAs");
   const char* const interface = std::getenv("NCCL_SOCKET_IFNAME");
   const char* const loading = std::getenv("CUDA_MODULE_LOADING");
+  const char* const connect = std::getenv("NCCL_RUNTIME_CONNECT");
   std::fprintf(stderr,
-               "nccl_over_sockets: rank %d of %d, NCCL_SOCKET_IFNAME%s, CUDA_MODULE_LOADING=%s\n",
+               "nccl_over_sockets: rank %d of %d, NCCL_SOCKET_IFNAME%s, NCCL_RUNTIME_CONNECT=%s, "
+               "CUDA_MODULE_LOADING=%s\n",
                rank, num_ranks, interface == nullptr ? " is not set" : interface,
-               loading == nullptr ? "" : loading);
+               connect == nullptr ? "" : connect, loading == nullptr ? "" : loading);
   NcclSocketLinks::Params params;
   params.group = std::string(id.internal, 32);
   params.num_ranks = num_ranks;
