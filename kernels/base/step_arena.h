@@ -33,10 +33,10 @@ class StepArena {
   absl::StatusOr<absl::Span<T>> AllocateSpan(int64_t count);
 
   // Forgets all allocations, keeps the memory as it is: a repeated step asks for none, and finds
-  // its allocations at their old addresses, whatever came between (unless memory was short, which
-  // gives chunks back). Memory in one piece would be
-  // asked for anew, and fresh memory is dear: its pages' first touch took ten times as long as the
-  // step that used it. What is kept is at most four times what the largest step allocated.
+  // its allocations at their old addresses, whatever came between, unless memory was short:
+  // chunks that a step did not use are given back then. Memory in one piece would be asked for
+  // anew, and fresh memory is dear: its pages' first touch took ten times as long as the step that
+  // used it. What is kept is at most four times what the largest step allocated.
   void Reset();
 
   Device device() const { return allocator_->device(); }

@@ -51,9 +51,9 @@ struct NcclCommunicatorParams {
 //
 // NCCL connects two ranks when one first sends to the other, and the ranks of a collective when
 // they first call it (by what a size of it needs, if NCCL_RUNTIME_CONNECT is not 0), which takes up
-// to a second. So a few bytes go each way that rows take before
-// the communicator stands: no client waits for it, and ranks that cannot reach each other do not
-// form an epoch. Nothing else of it stays, but that bytes_sent and wait_nanos count it.
+// to a second. So a few bytes go each way that rows take before the communicator stands: no client
+// waits for it, and ranks that cannot reach each other do not form an epoch. Nothing else of it
+// stays, but that bytes_sent and wait_nanos count it.
 //
 // NCCL checks nothing that it is told: counts that differ hang it, and so does a peer that has
 // gone. So each operation is agreed on first, over `control`: kind, tag (which `control` compares)

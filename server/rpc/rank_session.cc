@@ -73,7 +73,7 @@ void RankSession::Pump() {
     lock.lock();
   }
   pumping_ = false;
-  const bool lets_go = closing_ && !std::exchange(has_let_go_, closing_);
+  const bool lets_go = closing_ && !std::exchange(has_let_go_, true);
   lock.unlock();
   if (lets_go) RemoveHold();
 }
